@@ -1,0 +1,43 @@
+# Two commands: `make demo` and `make test`. Both create .venv, install what they need and start every server they need.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+
+.PHONY: demo test install down lint proto clean
+
+demo: install
+	$(BIN)/headrace demo
+
+test: install lint
+	$(BIN)/python -m pytest tests
+
+lint: install
+	$(BIN)/ruff check services cluster tests benchmarks
+	$(BIN)/ruff format --check services cluster tests benchmarks
+	$(BIN)/mypy --strict services/headrace/core services/headrace/wire
+	$(BIN)/lint-imports
+
+down:
+	$(BIN)/headrace down
+
+install: $(STAMP)
+
+# torch goes in first and by exact version, so that nothing else chooses another build of it.
+$(STAMP):
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed (set PYTHON=...)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	rm -f $(VENV)/.installed-*
+	touch $@
+
+# The generated code in services/headrace/wire/v1 is committed; run this after changing a .proto file.
+proto: install
+	$(BIN)/python -m headrace.wire.generate
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

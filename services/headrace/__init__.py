@@ -1,0 +1,19 @@
+"""Headrace: a distributed prefix cache for LLM inference, with prefill and decode on separate workers.
+
+The path of a request, as `file:function`:
+
+    gateway/openai_http.py:build_http_app        HTTP in, OpenAI's shape
+    gateway/inference_grpc.py:generate           gRPC in
+    wire/parse.py:parse_generate_request         outside bytes become a request that cannot be wrong
+    gateway/tokenize_prompt.py:tokenize_prompt   text or chat becomes token ids, off the loop
+    core/block.py:hash_prompt                    token ids become a chain of block hashes
+    index/redis_index.py:longest_prefix          who holds how much of the chain
+    core/choose_workers.py:choose_workers        which workers, by match and load
+    gateway/route_request.py:route_request       prefill, then decode; new attempts when a worker dies
+    prefill/prefill_prompt.py:prefill_prompt     load what is held, compute the rest, publish
+    transfer/load_prefix.py:load_prefix          blocks from device, shared memory or gRPC, verified
+    transfer/publish_blocks.py:publish_blocks    bytes first, commit with checksum, index entry last
+    decode/decode_tokens.py:decode_tokens        load, compute the remainder, join the batch, stream
+"""
+
+__version__ = "0.1.0"

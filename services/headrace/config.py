@@ -1,0 +1,211 @@
+"""One table of settings, one parse into frozen pieces.
+
+A setting's name is its YAML key; `HEADRACE_` + upper case is its environment variable; `--kebab-case` its flag. Flags
+win over the environment, which wins over the file, which wins over the default. Unknown keys are refused.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.core.block import HashAlgorithm
+from headrace.core.errors import ConfigInvalid
+from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def setting(default: Any, help: str) -> Any:
+    """One row of the table: a default (which gives the type) and a line of help."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model, in which numbers, where."""
+
+    model: str = setting(DEFAULT_MODEL, "Model: the built-in name, a local directory, or a hub id.")
+    model_cache_dir: str = setting("", "Where converted weights are kept. Default: ~/.cache/headrace/models.")
+    dtype: str = setting("auto", "auto (the checkpoint's), bfloat16, float16 or float32.")
+    device: str = setting("auto", "auto (cuda when present), cpu or cuda.")
+    exact: bool = setting(True, "Exact mode: logits do not depend on chunking, batch or cache. CPU only.")
+    torch_threads: int = setting(0, "Threads per worker for torch. 0: all cores of the host, at most 4.")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Sizes of one worker's engine."""
+
+    block_tokens: int = setting(64, "Tokens in one KV block, for hashing and transfer.")
+    pool_tokens: int = setting(32_768, "Tokens of KV that one worker's own pool holds.")
+    prefill_chunk_tokens: int = setting(256, "Prompt tokens computed in one step, at most.")
+    batch_sequences_max: int = setting(16, "Sequences decoded together in one step, at most.")
+    context_tokens_max: int = setting(0, "Longest prompt plus output. 0: the model's own limit.")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """One store node."""
+
+    node_id: str = setting("", "Stable name of this host's store node. Default: the host name.")
+    arena_mb: int = setting(2_048, "Shared memory for the host tier, in MiB.")
+    arena_dir: str = setting("/dev/shm", "Directory of the arena file; a memory-backed file system.")
+    store_host: str = setting("127.0.0.1", "Address on which the store node serves gRPC.")
+    store_port: int = setting(0, "Port of the store node. 0: any free one.")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSettings:
+    """The index."""
+
+    redis_url: str = setting("", "redis:// or rediss:// URL. Empty: an embedded Valkey server.")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """The front door and its routing."""
+
+    http_host: str = setting("127.0.0.1", "Address of the OpenAI-compatible HTTP API.")
+    http_port: int = setting(8000, "Port of the HTTP API. 0: any free one.")
+    grpc_port: int = setting(9000, "Port of the gRPC API. 0: any free one.")
+    local_prefill_tokens: int = setting(
+        256, "A decode worker computes up to this many missing prompt tokens itself; more go to a prefill worker."
+    )
+    load_cap: int = setting(8, "A worker with this many more requests than the least loaded one is not chosen.")
+    hash_algorithm: str = setting("xxh3-128", "xxh3-128, or sha256 where callers do not trust each other.")
+    trust_group: str = setting("default", "Callers of this deployment share blocks within this group.")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """How many of what, and where running state is kept."""
+
+    prefill_workers: int = setting(1, "Prefill workers.")
+    decode_workers: int = setting(2, "Decode workers.")
+    state_dir: str = setting("", "Where a running system keeps its state and logs. Default: ~/.local/state/headrace.")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings. Pieces are handed to the parts that read them; nobody reads the environment later."""
+
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    store: StoreSettings = StoreSettings()
+    index: IndexSettings = IndexSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+) -> Config:
+    """Merge file, environment and flags into a checked Config. Raises ConfigInvalid naming the key."""
+    table = settings_table()
+    values: dict[str, Any] = {}
+    for source in (_read_file(config_file), _read_environ(os.environ if environ is None else environ), flags or {}):
+        for key, value in source.items():
+            if key not in table:
+                raise ConfigInvalid(key, f"unknown; known settings: {', '.join(sorted(table))}")
+            if value is not None:
+                values[key] = _convert(key, value, table[key][1].default)
+    pieces = {}
+    for piece in fields(Config):
+        piece_type: Any = piece.type
+        names = {f.name for f in fields(piece_type)}
+        pieces[piece.name] = piece_type(**{k: v for k, v in values.items() if k in names})
+    config = Config(**pieces)
+    _check(config)
+    return config
+
+
+def settings_table() -> dict[str, tuple[str, Field[Any]]]:
+    """Every setting: name -> (piece name, dataclass field with default and help). Drives docs, flags and tests."""
+    table: dict[str, tuple[str, Field[Any]]] = {}
+    for piece in fields(Config):
+        piece_type: Any = piece.type
+        for row in fields(piece_type):
+            assert row.name not in table, f"setting {row.name} is defined twice"
+            table[row.name] = (piece.name, row)
+    return table
+
+
+def config_to_flat(config: Config) -> dict[str, Any]:
+    """The inverse of parsing: setting name -> value, for handing a Config to another process."""
+    return {name: getattr(getattr(config, piece), name) for name, (piece, _) in settings_table().items()}
+
+
+def _read_file(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigInvalid(str(path), f"cannot be read as YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigInvalid(str(path), "must be a mapping of setting names to values")
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    known = settings_table()
+    named = {name: f"HEADRACE_{name.upper()}" for name in known}
+    return {name: environ[variable] for name, variable in named.items() if variable in environ}
+
+
+def _convert(key: str, value: Any, default: Any) -> Any:
+    """Read a value as the default's type; text is accepted for every type, nothing else is coerced."""
+    kind = type(default)
+    if isinstance(value, str) and kind is not str:
+        text = value.strip().lower()
+        try:
+            if kind is bool:
+                return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text]
+            return kind(text)
+        except (ValueError, KeyError):
+            raise ConfigInvalid(key, f"{value!r} is not a valid {kind.__name__}") from None
+    if kind is not type(value):
+        raise ConfigInvalid(key, f"{value!r} is not a valid {kind.__name__}")
+    return value
+
+
+def _check(config: Config) -> None:
+    """Refuse what cannot work, before anything starts."""
+    engine, cluster = config.engine, config.cluster
+    if not BLOCK_TOKENS_MIN <= engine.block_tokens <= BLOCK_TOKENS_MAX:
+        raise ConfigInvalid("block_tokens", f"must lie in {BLOCK_TOKENS_MIN}..{BLOCK_TOKENS_MAX}")
+    if engine.pool_tokens < 2 * engine.block_tokens:
+        raise ConfigInvalid("pool_tokens", "must hold at least two blocks")
+    for key in ("prefill_chunk_tokens", "batch_sequences_max"):
+        if getattr(engine, key) < 1:
+            raise ConfigInvalid(key, "must be at least 1")
+    if engine.context_tokens_max and engine.block_tokens > engine.context_tokens_max:
+        raise ConfigInvalid("block_tokens", "must not exceed context_tokens_max")
+    if config.store.arena_mb < 1:
+        raise ConfigInvalid("arena_mb", "must be at least 1")
+    for key, port in (
+        ("store_port", config.store.store_port),
+        ("http_port", config.gateway.http_port),
+        ("grpc_port", config.gateway.grpc_port),
+    ):
+        if not 0 <= port <= 65_535:
+            raise ConfigInvalid(key, "must lie in 0..65535")
+    if config.gateway.hash_algorithm not in set(HashAlgorithm):
+        raise ConfigInvalid("hash_algorithm", f"must be one of {', '.join(HashAlgorithm)}")
+    if config.model.dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise ConfigInvalid("dtype", "must be auto, bfloat16, float16 or float32")
+    if config.model.device not in ("auto", "cpu", "cuda"):
+        raise ConfigInvalid("device", "must be auto, cpu or cuda")
+    if cluster.decode_workers < 1:
+        raise ConfigInvalid("decode_workers", "must be at least 1")
+    if cluster.prefill_workers < 0:
+        raise ConfigInvalid("prefill_workers", "must not be negative")

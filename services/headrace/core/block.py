@@ -1,0 +1,214 @@
+"""KV block identity: what a block is called, and when two blocks are the same.
+
+This file owns the hash chain, the namespace and the header's meaning. It knows nothing of bytes in memory, of files,
+of Redis or of the network.
+
+The words of this field, fixed here once:
+
+- *KV block*: all layers' K and V for `block_tokens` consecutive tokens of one sequence.
+- *chain*: the block hashes of a prompt, in order. Only full blocks are hashed: `len(chain) == num_tokens // block_tokens`.
+- *namespace*: everything that must be equal for two workers' KV bytes to mean the same thing.
+- *holder*: whoever keeps a block: a store node (host tier) or a worker (device tier).
+- *token hit rate* = cached_tokens / prompt_tokens.  *block hit rate* = hit_blocks / looked_up_blocks. They differ (the
+  partial last block is never looked up), so neither is called just "hit rate".
+- *cached token*: a prompt token whose KV was not computed for this request by anyone.
+- *TTFT*: request accepted to first token sent.  *ITL*: gap between consecutive tokens of one stream.
+- *lease*: a reader's claim on committed slots; *reservation*: a writer's claim on a slot; both expire.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import NewType
+
+import xxhash
+
+NamespaceId = NewType("NamespaceId", str)  # 32 hex digits
+BlockHash = NewType("BlockHash", bytes)  # 16 bytes (xxh3-128) or 32 bytes (SHA-256)
+HolderId = NewType("HolderId", str)  # "node:..." or "worker:..."
+Chain = tuple[BlockHash, ...]
+
+FORMAT_VERSION = 1
+
+
+class HashAlgorithm(StrEnum):
+    """XXH3 where all callers trust each other; SHA256 where a caller might construct collisions."""
+
+    XXH3_128 = "xxh3-128"
+    SHA256 = "sha256"
+
+
+class Tier(StrEnum):
+    """Where a block lies, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class CacheSource(StrEnum):
+    """How a cached token reached the worker that decodes: the `source` label of cached-token counts."""
+
+    DEVICE = "device"
+    SHARED_MEMORY = "shared_memory"
+    GRPC = "grpc"
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape and meaning of one block's payload: `[num_layers, 2, num_kv_heads, block_tokens, head_dim]`, contiguous."""
+
+    dtype: str  # "bfloat16" | "float32" | "float16"
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    codec: str = "raw"
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """The payload's axes: `[num_layers, 2, num_kv_heads, block_tokens, head_dim]`."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token: 2 x layers x kv heads x head dim x bytes per element."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload bytes of one block."""
+        return self.token_bytes * self.block_tokens
+
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Every field that must agree before two workers may share blocks. Order and names are part of the format."""
+
+    model_id: str
+    weights_digest: str
+    tokenizer_digest: str
+    adapter_digest: str
+    layout: KvLayout
+    position_digest: str  # rotary and window parameters
+    numerics_probe: str  # digest of a fixed probe prompt's KV bytes; "" where exactness is not claimed
+    hash_algorithm: HashAlgorithm
+    trust_group: str
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def id(self) -> NamespaceId:
+        """SHA-256 over length-prefixed (name, value) pairs, cut to 128 bits.
+
+        Length prefixes make the encoding unambiguous: no two different field lists give the same bytes.
+        """
+        digest = hashlib.sha256(b"headrace namespace")
+        for name, value in self.named_fields():
+            for part in (name.encode(), value.encode()):
+                digest.update(struct.pack("<I", len(part)) + part)
+        return NamespaceId(digest.hexdigest()[:32])
+
+    def named_fields(self) -> list[tuple[str, str]]:
+        """The flat (name, value) list that the digest covers, layout fields spelled `layout.<name>`."""
+        pairs = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, KvLayout):
+                pairs += [(f"layout.{f.name}", str(getattr(value, f.name))) for f in fields(value)]
+            else:
+                pairs.append((field.name, str(value)))
+        return pairs
+
+    def differing_fields(self, other: "Namespace") -> list[str]:
+        """Names of the fields that keep two namespaces apart, in order; empty iff they are the same namespace."""
+        return [a[0] for a, b in zip(self.named_fields(), other.named_fields(), strict=True) if a != b]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What a stored block says of itself. Compared on use; any difference is a miss."""
+
+    namespace: NamespaceId
+    block_hash: BlockHash
+    parent_hash: BlockHash  # the previous block's hash; the namespace's root for block 0
+    position: int  # 0-based index of the block in its sequence
+    token_ids: tuple[int, ...]
+    layout: KvLayout
+    payload_bytes: int
+    payload_xxh3: int  # xxh3-64 of the payload; 0 until the payload is written
+    producer: str
+    created_unix_ms: int
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class HashedPrompt:
+    """A prompt and its chain, always made together so that neither can drift from the other."""
+
+    namespace: NamespaceId
+    token_ids: tuple[int, ...]
+    chain: Chain
+    block_tokens: int
+
+    def block_token_ids(self, block_index: int) -> tuple[int, ...]:
+        """Token ids of one full block."""
+        start = block_index * self.block_tokens
+        return self.token_ids[start : start + self.block_tokens]
+
+    def parent_of(self, block_index: int) -> BlockHash:
+        """Hash of the block before `block_index`; the namespace's root for block 0."""
+        return root_hash(self.namespace) if block_index == 0 else self.chain[block_index - 1]
+
+
+def root_hash(namespace: NamespaceId) -> BlockHash:
+    """The parent of every block 0: the namespace's own 16 bytes."""
+    return BlockHash(bytes.fromhex(namespace))
+
+
+def hash_prompt(
+    namespace: NamespaceId, token_ids: Sequence[int], *, block_tokens: int, algorithm: HashAlgorithm
+) -> HashedPrompt:
+    """Hash a prompt's full blocks: `block_hash = H(parent_hash || token ids as little-endian u32)`.
+
+    H is xxh3-128 seeded with the namespace's first 8 bytes (little endian), or SHA-256. Depends on nothing of the
+    process or platform. Equal chains mean equal namespace and equal leading tokens (up to a collision, which the
+    header's token ids catch on use).
+    """
+    assert block_tokens > 0
+    tokens = tuple(token_ids)
+    num_full = len(tokens) // block_tokens
+    packed = struct.pack(f"<{num_full * block_tokens}I", *tokens[: num_full * block_tokens])
+    stride = 4 * block_tokens
+    parent, seed, chain = root_hash(namespace), _seed(namespace), []
+    for start in range(0, len(packed), stride):
+        parent = _hash_packed(parent, packed[start : start + stride], seed, algorithm)
+        chain.append(parent)
+    return HashedPrompt(namespace=namespace, token_ids=tokens, chain=tuple(chain), block_tokens=block_tokens)
+
+
+def hash_block(
+    namespace: NamespaceId, parent_hash: BlockHash, token_ids: Sequence[int], algorithm: HashAlgorithm
+) -> BlockHash:
+    """Hash one more full block of a growing sequence; extends a chain exactly as `hash_prompt` would have."""
+    return _hash_packed(parent_hash, struct.pack(f"<{len(token_ids)}I", *token_ids), _seed(namespace), algorithm)
+
+
+def _seed(namespace: NamespaceId) -> int:
+    return int.from_bytes(root_hash(namespace)[:8], "little")
+
+
+def _hash_packed(parent_hash: BlockHash, packed_tokens: bytes, seed: int, algorithm: HashAlgorithm) -> BlockHash:
+    if algorithm is HashAlgorithm.XXH3_128:
+        return BlockHash(xxhash.xxh3_128_digest(parent_hash + packed_tokens, seed))
+    return BlockHash(hashlib.sha256(parent_hash + packed_tokens).digest())
+
+
+def payload_digest(payload: bytes | bytearray | memoryview) -> int:
+    """The checksum in every header: xxh3-64 of the payload bytes."""
+    return xxhash.xxh3_64_intdigest(payload)

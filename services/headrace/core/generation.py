@@ -1,0 +1,225 @@
+"""A generation request and what comes back: the values that cross gateway, workers and clients.
+
+All are immutable and hold plain Python values only, so they pass through pickle, msgpack or protobuf unchanged. A value
+that exists is valid: `wire/parse.py` is where outside input becomes one of these or an `InvalidRequest`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from headrace.core.block import CacheSource, HashedPrompt
+
+RequestId = NewType("RequestId", str)  # minted by the server, one per client request
+AttemptId = NewType("AttemptId", str)  # minted by the server, one per try at one choice of a request
+WorkerId = NewType("WorkerId", str)
+
+
+class FinishReason(StrEnum):
+    """Why a stream ended, in OpenAI's words."""
+
+    STOP = "stop"  # end-of-sequence token or a stop string
+    LENGTH = "length"  # max_tokens or the context is used up
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` switch those off."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0  # the draw for output token i depends on (seed, i) only, so a retry repeats it
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # None: none; n: log-probabilities of the chosen token and of the n best
+    ignore_eos: bool = False
+
+
+ALL_SOURCES = frozenset(CacheSource)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """What a request may take from the cache and leave in it. `sources` empty means computed cold."""
+
+    sources: frozenset[CacheSource] = ALL_SOURCES
+    publish: bool = True
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything may be taken from the cache at all."""
+        return bool(self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One choice of one client request, tokenised and hashed. Made by the gateway, never by a client."""
+
+    request_id: RequestId
+    model: str
+    prompt: HashedPrompt
+    sampling: SamplingParams
+    cache: CacheControl = CacheControl()
+    decode_worker: WorkerId | None = None  # asked for by the caller; None: the gateway chooses
+    prefill_worker: WorkerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Cached tokens by source. Their sum is the figure users see, exactly."""
+
+    device: int = 0
+    shared_memory: int = 0
+    grpc: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum over the sources."""
+        return self.device + self.shared_memory + self.grpc
+
+    def by_source(self) -> dict[CacheSource, int]:
+        """The same three numbers keyed by source."""
+        return {
+            CacheSource.DEVICE: self.device,
+            CacheSource.SHARED_MEMORY: self.shared_memory,
+            CacheSource.GRPC: self.grpc,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one choice. `prompt_tokens == cached.total + computed for this request`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached: CachedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCall:
+    """Gateway to prefill worker: have the prompt's full blocks in the store."""
+
+    attempt_id: AttemptId
+    request: GenerateRequest
+    worker_id: WorkerId
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What a prefill worker did: blocks [0, reused_blocks) were loaded, [reused_blocks, published_blocks) computed."""
+
+    attempt_id: AttemptId
+    worker_id: WorkerId
+    reused_blocks: int
+    published_blocks: int  # leading blocks that are readable in the worker's store node now
+    store_node: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """Gateway to decode worker. Blocks [computed_from, ...) were computed for this request and do not count as cached.
+
+    `computed_from == len(chain)` when no prefill worker took part: whatever can be loaded was cached.
+    `hint_nodes` are store nodes believed to hold the prefix, best first; a hint, never a promise.
+    """
+
+    attempt_id: AttemptId
+    request: GenerateRequest
+    worker_id: WorkerId
+    timeout_ms: int
+    computed_from: int
+    hint_nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token, as text and id."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """One generated token. `text` is what became printable with it: may be empty (half a character, a possible stop)."""
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every stream that ends well."""
+
+    reason: FinishReason
+    usage: Usage
+    worker_id: WorkerId
+    text: str = ""  # text held back for a stop string that did not come
+
+
+DecodeEvent = TokenDelta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class EvictSelector:
+    """Which blocks an eviction means: the intersection of what is given; nothing given means everything."""
+
+    namespace: str | None = None
+    model: str | None = None
+    block_hashes: tuple[bytes, ...] = field(default=())  # each with all its descendants
+    idle_for_s: float | None = None  # last used at least this long ago
+
+
+@dataclass(frozen=True, slots=True)
+class EvictReport:
+    """What an eviction did (or, dry, would do) on one holder."""
+
+    holder: str
+    blocks: int
+    tokens: int
+    bytes: int
+    skipped_leased_blocks: int
+    dry_run: bool
+    error: str = ""  # not empty: this holder did not answer or failed; its counts are unknown
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block as listed to people."""
+
+    namespace: str
+    block_hash: bytes
+    parent_hash: bytes
+    position: int
+    token_ids: tuple[int, ...]
+    bytes: int
+    holder: str
+    tier: str
+    hits: int
+    age_s: float
+    idle_s: float
+    leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class HolderStat:
+    """One holder's books. `free + committed + reserved == total`, in slots and in bytes."""
+
+    holder: str
+    tier: str
+    incarnation: int
+    total_blocks: int
+    free_blocks: int
+    committed_blocks: int
+    reserved_blocks: int
+    leased_blocks: int
+    block_bytes: int
+    lookups_tokens: int
+    hits_tokens: int
+    evicted_blocks: int
+    error: str = ""

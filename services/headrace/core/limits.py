@@ -1,0 +1,99 @@
+"""Every bound of the system, with its reason and arithmetic. Deployment-dependent sizes are in `config.py` instead."""
+
+# A chain is sent whole in one lookup: 8,192 blocks x 32 bytes = 256 KiB, well under a gRPC message's bound.
+CHAIN_BLOCKS_MAX = 8_192
+
+# Smallest and largest block that hashing and transfer make sense for: 1 token is legal (slow), 1,024 is the largest
+# block whose KV (2 x 80 layers x 8 heads x 128 x 2 B x 1,024 = 320 MiB) still fits a slot and a transfer deadline.
+BLOCK_TOKENS_MIN = 1
+BLOCK_TOKENS_MAX = 1_024
+
+# A header is ~100 bytes of fields plus up to 5 bytes a token id: 1,024 x 5 + 512 < 8 KiB.
+HEADER_BYTES_MAX = 8_192
+
+# One chunk of a streamed payload. Large enough that per-message cost (about 100 us) stays under 15 % of the copy at
+# 1.5 GB/s, small enough that a send buffer of 8 chunks is 4 MiB.
+FETCH_CHUNK_BYTES = 512 * 1024
+
+# The largest gRPC message in either direction: a lease reply for 8,192 blocks of 64 tokens is
+# 8,192 x (8,192 header bound) worst case, in practice 8,192 x 450 B = 3.7 MB; 16 MiB leaves room.
+GRPC_MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+
+# Blocks in one lease: bounds the reply and what one reader can keep from eviction (64-token blocks: 131,072 tokens).
+LEASE_BLOCKS_MAX = 2_048
+
+# Blocks in one reserve call: a writer publishes as blocks complete, so a batch is a prefill chunk, not a prompt.
+RESERVE_BLOCKS_MAX = 256
+
+# A request body: 4 MiB of JSON is about 1 M tokens of English; beyond that it is refused before parsing.
+REQUEST_BODY_BYTES_MAX = 4 * 1024 * 1024
+
+# Characters of one prompt before tokenising: a tokenizer takes about 1 s per MB, so this bounds it to a few seconds.
+PROMPT_CHARS_MAX = 4 * 1024 * 1024
+
+# A request id echoed from a client header is cut here; it is a label, never an identity.
+CLIENT_REQUEST_ID_CHARS_MAX = 128
+
+# Choices per request; each is a decode attempt of its own.
+CHOICES_MAX = 8
+
+# Stop strings: each delta is scanned for all of them.
+STOP_STRINGS_MAX = 16
+STOP_STRING_CHARS_MAX = 256
+
+# Alternatives reported per token; OpenAI's bound.
+LOGPROBS_MAX = 20
+
+# A reader copies at >= 0.5 GB/s: 2,048 blocks x 1.5 MB = 3 GB take 6 s; 30 s covers a stalled scheduler.
+LEASE_TTL_MS = 30_000
+
+# A writer fills one slot in milliseconds; 10 s covers a paused process without keeping the slot for long.
+RESERVATION_TTL_MS = 10_000
+
+# How often a store node looks for expired leases and reservations.
+EXPIRY_SCAN_MS = 500
+
+# Liveness records: refreshed three times per TTL, so that two lost refreshes are survived.
+MEMBER_TTL_MS = 6_000
+MEMBER_REFRESH_MS = 2_000
+
+# Redis is local or near: a command slower than this is as good as a miss.
+INDEX_TIMEOUT_MS = 250
+
+# One control call (lease, reserve, commit, release) to a store node; the work is in memory.
+STORE_CALL_TIMEOUT_MS = 2_000
+
+# A whole load of a prefix may take at most this long before the rest is recomputed.
+LOAD_PREFIX_TIMEOUT_MS = 20_000
+
+# A prefill attempt: 8,192 tokens at 200 tok/s on a slow shared core.
+PREFILL_TIMEOUT_MS = 60_000
+
+# A request's deadline when the client names none, and the longest it may name.
+REQUEST_TIMEOUT_MS_DEFAULT = 300_000
+REQUEST_TIMEOUT_MS_MAX = 3_600_000
+
+# Requests in flight per gateway replica, all stages together; beyond: 429 with Retry-After.
+GATEWAY_INFLIGHT_MAX = 256
+
+# Sequences waiting for blocks in one worker; beyond: Overloaded, and the gateway tries another worker.
+WORKER_WAITING_MAX = 64
+
+# Events buffered between the engine thread and one stream's consumer. A consumer that is this far behind (4,096 tokens
+# are minutes of decoding) is not reading: its stream is ended.
+STREAM_EVENTS_MAX = 4_096
+
+# Further tries at another worker after WorkerUnavailable, before the first token was sent.
+ATTEMPTS_MAX = 3
+
+# Index updates queued in one holder while Redis is away; beyond, the oldest go and the holder re-registers everything.
+INDEX_QUEUE_BLOCKS_MAX = 65_536
+
+# Blocks in one index command: keeps one Lua call under a millisecond.
+INDEX_BATCH_BLOCKS = 512
+
+assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
+assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
+assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS
+assert LEASE_BLOCKS_MAX <= CHAIN_BLOCKS_MAX
+assert FETCH_CHUNK_BYTES * 4 <= GRPC_MESSAGE_BYTES_MAX

@@ -1,0 +1,95 @@
+"""Who is alive: the records that store nodes and workers announce under a TTL, and renew while they live.
+
+A record is the truth about its owner for as long as it stands; everything said under an older incarnation is void.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.core.block import HolderId, Namespace
+from headrace.core.generation import WorkerId
+
+
+class WorkerRole(StrEnum):
+    """What a worker takes on. A worker of role BOTH serves prefill and decode calls."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prefill calls may be sent to it."""
+        return self in (WorkerRole.PREFILL, WorkerRole.BOTH)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether decode calls may be sent to it."""
+        return self in (WorkerRole.DECODE, WorkerRole.BOTH)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreNodeRecord:
+    """One store node: a host's arena and where to reach it."""
+
+    node_id: str  # stable across restarts of the node's process
+    incarnation: int  # new at each start; larger than any before
+    host: str  # equal for processes that can map the same /dev/shm
+    address: str  # gRPC target, "127.0.0.1:50070"
+    arena_path: str  # file to map on the same host
+    pid: int
+    metrics_port: int = 0
+
+    @property
+    def holder_id(self) -> HolderId:
+        """The node's name in the index."""
+        return HolderId(f"node:{self.node_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker: what it serves, where it runs, how loaded it is."""
+
+    worker_id: WorkerId
+    incarnation: int
+    role: WorkerRole
+    host: str
+    store_node: str
+    model: str
+    namespace: Namespace
+    context_tokens_max: int
+    pool_blocks: int
+    pid: int
+    model_path: str = ""  # directory with tokenizer.json, for gateways
+    metrics_port: int = 0
+    running: int = 0  # sequences in the batch
+    waiting: int = 0  # sequences admitted to the queue, not yet in the batch
+    free_blocks: int = 0
+
+    @property
+    def holder_id(self) -> HolderId:
+        """The worker's name in the index (device tier)."""
+        return HolderId(f"worker:{self.worker_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """How many leading blocks of a chain each live holder has, as the index believes. A hint, never a promise."""
+
+    num_blocks_by_holder: dict[HolderId, int]
+
+    @property
+    def num_blocks(self) -> int:
+        """The longest run any one holder has."""
+        return max(self.num_blocks_by_holder.values(), default=0)
+
+    def of(self, holder: HolderId) -> int:
+        """Leading blocks that this holder has; 0 when it has none."""
+        return self.num_blocks_by_holder.get(holder, 0)
+
+    def best_first(self) -> list[HolderId]:
+        """Holders by length of their run, longest first; ties by name, so that all gateways agree."""
+        return sorted(self.num_blocks_by_holder, key=lambda h: (-self.num_blocks_by_holder[h], h))
+
+
+NO_MATCH = PrefixMatch(num_blocks_by_holder={})

@@ -1,0 +1,178 @@
+"""The seams: what the request path asks of the world, each with its contract.
+
+Adapters do not inherit from these; `compose.py` joins them. Every port has two real implementations that pass one
+conformance suite. All calls may be cancelled at any await and then leave nothing held that a lease does not end.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, Tier
+from headrace.core.clock import Deadline
+from headrace.core.generation import DecodeCall, DecodeEvent, EvictReport, EvictSelector, PrefillCall, PrefillResult
+from headrace.core.members import PrefixMatch, StoreNodeRecord, WorkerRecord
+
+
+class BlockIndex(Protocol):
+    """Which holders say they keep which blocks. Raises IndexUnavailable when it cannot be asked in time.
+
+    Entries carry the holder's incarnation; entries of an incarnation that is not alive are never returned.
+    Registering twice is harmless; deregistering what is not there is harmless.
+    """
+
+    async def longest_prefix(self, namespace: NamespaceId, chain: Chain) -> PrefixMatch:
+        """For every live holder, the length of its leading run. At most two round trips for 8,192 blocks."""
+        ...
+
+    async def register(
+        self, *, holder: HolderId, incarnation: int, tier: Tier, namespace: NamespaceId, blocks: Sequence[BlockHash]
+    ) -> None:
+        """Say that `holder` keeps `blocks`. Called only after the bytes are readable."""
+        ...
+
+    async def deregister(
+        self, *, holder: HolderId, incarnation: int, namespace: NamespaceId, blocks: Sequence[BlockHash]
+    ) -> None:
+        """Take entries back. Called before the bytes are freed. An older incarnation cannot remove a newer entry."""
+        ...
+
+    async def sweep(self, live: dict[HolderId, int], *, limit: int) -> int:
+        """Remove up to `limit` entries whose holder is not live under that incarnation; returns how many."""
+        ...
+
+
+class Membership(Protocol):
+    """Liveness of store nodes and workers: records under a TTL. Raises IndexUnavailable."""
+
+    async def announce(self, record: StoreNodeRecord | WorkerRecord, *, ttl_ms: int) -> None:
+        """Put or refresh a record; it vanishes `ttl_ms` after the last call."""
+        ...
+
+    async def withdraw(self, record: StoreNodeRecord | WorkerRecord) -> None:
+        """Remove a record now, unless a newer incarnation has replaced it."""
+        ...
+
+    async def store_nodes(self) -> tuple[StoreNodeRecord, ...]:
+        """Live store nodes."""
+        ...
+
+    async def workers(self) -> tuple[WorkerRecord, ...]:
+        """Live workers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A reader's claim on the leading `headers` of a chain on one store node; `lease_id` is "" when there are none."""
+
+    lease_id: str
+    incarnation: int
+    headers: tuple[BlockHeader, ...]
+    slots: tuple[int, ...]  # slot number of each block, for readers that map the arena
+    expires_in_ms: int
+
+
+class BlockSource(Protocol):
+    """Read side of one store node. A bad payload is delivered as it is: the reader checks it against its header."""
+
+    async def lease_prefix(
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+    ) -> Lease:
+        """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip."""
+        ...
+
+    def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncIterator[memoryview]:
+        """Payloads of the leased blocks in order; each view is valid until the next is asked for. May raise
+        BlockMissing, LeaseExpired, StoreUnavailable; what was delivered before stays good."""
+        ...
+
+    async def release(self, lease: Lease) -> None:
+        """End the lease. Idempotent; never raises for a lease that is already gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A writer's claim on one slot; expires by itself."""
+
+    reservation_id: str
+    header: BlockHeader
+    buffer: memoryview  # writable, `payload_bytes` long: the slot itself (same host) or a buffer to be sent
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyStored:
+    """The block is committed (or being written by someone else): nothing to do."""
+
+    block_hash: BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class NotStored:
+    """The node has no room for this block and those after it."""
+
+    block_hash: BlockHash
+
+
+ReserveOutcome = Reservation | AlreadyStored | NotStored
+
+
+class BlockSink(Protocol):
+    """Write side of one store node: reserve, fill `buffer`, commit. Nothing is visible before commit."""
+
+    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
+        """Claim a slot for each header, in chain order; one outcome for each, in the same order."""
+        ...
+
+    async def commit(self, reservation: Reservation, *, payload_xxh3: int, deadline: Deadline) -> None:
+        """Make the block readable, after the node has checked the payload. Raises BlockCorrupt, LeaseExpired."""
+        ...
+
+    async def abort(self, reservation: Reservation) -> None:
+        """Give the slot back unwritten. Idempotent."""
+        ...
+
+
+class StoreNodes(Protocol):
+    """How a worker reaches store nodes: its own host's by shared memory, others by gRPC."""
+
+    def local(self) -> BlockSource | None:
+        """This host's node through shared memory; None while there is none."""
+        ...
+
+    def remote(self, node_id: str) -> BlockSource | None:
+        """Any live node over gRPC (also this host's own); None when it is not alive."""
+        ...
+
+    def sink(self) -> BlockSink | None:
+        """Where this worker publishes: the local node when there is one, else a remote node."""
+        ...
+
+
+class PrefixPool(Protocol):
+    """What loading and publishing ask of the engine's KV pool. Thread-safe; copies run off the event loop."""
+
+    def write_block(self, block_id: int, payload: memoryview) -> int:
+        """Copy a payload into a block the caller owns; returns xxh3-64 of the bytes now in the pool."""
+        ...
+
+    def read_block(self, block_id: int, out: memoryview) -> int:
+        """Copy a block out in payload layout; returns xxh3-64 of the bytes copied."""
+        ...
+
+
+class WorkerCalls(Protocol):
+    """Gateway to workers. Raises WorkerUnavailable, Overloaded, DeadlineExceeded, InvalidRequest."""
+
+    async def prefill(self, call: PrefillCall) -> PrefillResult:
+        """Run one prefill attempt. Cancelling the await cancels it on the worker."""
+        ...
+
+    def decode(self, call: DecodeCall) -> AsyncIterator[DecodeEvent]:
+        """Run one decode attempt. Closing the iterator cancels it on the worker. Ends with exactly one Finished."""
+        ...
+
+    async def evict_device(self, worker: WorkerRecord, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
+        """Evict from a worker's own pool."""
+        ...

@@ -1,0 +1,30 @@
+"""Regenerate `wire/v1` from `proto/` (`make proto`). The generated code is committed, so users never need protoc."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def generate() -> None:
+    """Write `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` for every file under `proto/headrace/v1`."""
+    source = REPOSITORY / "proto"
+    target = REPOSITORY / "services" / "headrace" / "wire" / "v1"
+    protos = sorted((source / "headrace" / "v1").glob("*.proto"))
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = [f"--{kind}_out={scratch}" for kind in ("python", "pyi", "grpc_python")]
+        failed = protoc.main(["protoc", f"-I{source}", *outputs, *map(str, protos)])
+        if failed:
+            raise SystemExit(f"protoc failed with exit code {failed}")
+        for made in sorted(Path(scratch, "headrace", "v1").iterdir()):
+            # protoc derives Python packages from proto paths; ours live one level deeper.
+            text = made.read_text(encoding="utf-8").replace("from headrace.v1 import", "from headrace.wire.v1 import")
+            (target / made.name).write_text(text, encoding="utf-8")
+    shutil.rmtree(target / "__pycache__", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    generate()

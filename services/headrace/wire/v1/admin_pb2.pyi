@@ -1,0 +1,215 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Selector(_message.Message):
+    __slots__ = ("model", "namespace", "block_hashes", "prefix_text", "prefix_token_ids", "idle_for_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    namespace: str
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    prefix_text: str
+    prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    idle_for_s: float
+    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., prefix_text: _Optional[str] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., idle_for_s: _Optional[float] = ...) -> None: ...
+
+class ListBlocksRequest(_message.Message):
+    __slots__ = ("selector", "with_text", "limit")
+    SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    WITH_TEXT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    selector: Selector
+    with_text: bool
+    limit: int
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., with_text: _Optional[bool] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListBlocksReply(_message.Message):
+    __slots__ = ("blocks", "total_blocks", "errors")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockEntry]
+    total_blocks: int
+    errors: _containers.RepeatedCompositeFieldContainer[HolderError]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockEntry, _Mapping]]] = ..., total_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
+
+class BlockEntry(_message.Message):
+    __slots__ = ("namespace", "model", "block_hash", "parent_hash", "position", "token_ids", "bytes", "holder", "tier", "hits", "age_s", "idle_s", "leases", "text")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    model: str
+    block_hash: bytes
+    parent_hash: bytes
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bytes: int
+    holder: str
+    tier: str
+    hits: int
+    age_s: float
+    idle_s: float
+    leases: int
+    text: str
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., block_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., holder: _Optional[str] = ..., tier: _Optional[str] = ..., hits: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class HolderError(_message.Message):
+    __slots__ = ("holder", "error")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    error: str
+    def __init__(self, holder: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class StatRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatReply(_message.Message):
+    __slots__ = ("holders",)
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    holders: _containers.RepeatedCompositeFieldContainer[HolderStat]
+    def __init__(self, holders: _Optional[_Iterable[_Union[HolderStat, _Mapping]]] = ...) -> None: ...
+
+class HolderStat(_message.Message):
+    __slots__ = ("holder", "tier", "incarnation", "total_blocks", "free_blocks", "committed_blocks", "reserved_blocks", "leased_blocks", "block_bytes", "lookups_tokens", "hits_tokens", "evicted_blocks", "error")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HITS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    tier: str
+    incarnation: int
+    total_blocks: int
+    free_blocks: int
+    committed_blocks: int
+    reserved_blocks: int
+    leased_blocks: int
+    block_bytes: int
+    lookups_tokens: int
+    hits_tokens: int
+    evicted_blocks: int
+    error: str
+    def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., incarnation: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hits_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("selector", "dry_run")
+    SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    selector: Selector
+    dry_run: bool
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class EvictReply(_message.Message):
+    __slots__ = ("reports",)
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    reports: _containers.RepeatedCompositeFieldContainer[EvictReport]
+    def __init__(self, reports: _Optional[_Iterable[_Union[EvictReport, _Mapping]]] = ...) -> None: ...
+
+class EvictReport(_message.Message):
+    __slots__ = ("holder", "blocks", "tokens", "bytes", "skipped_leased_blocks", "dry_run", "error")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    blocks: int
+    tokens: int
+    bytes: int
+    skipped_leased_blocks: int
+    dry_run: bool
+    error: str
+    def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased_blocks: _Optional[int] = ..., dry_run: _Optional[bool] = ..., error: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("store_nodes", "workers", "index_available")
+    STORE_NODES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    store_nodes: _containers.RepeatedCompositeFieldContainer[StoreNodeStatus]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    index_available: bool
+    def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ...) -> None: ...
+
+class StoreNodeStatus(_message.Message):
+    __slots__ = ("node_id", "incarnation", "host", "address", "pid", "metrics_port")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: int
+    host: str
+    address: str
+    pid: int
+    metrics_port: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "role", "host", "store_node", "model", "namespace", "pid", "running", "waiting", "free_blocks", "pool_blocks", "context_tokens_max", "metrics_port")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STORE_NODE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    host: str
+    store_node: str
+    model: str
+    namespace: str
+    pid: int
+    running: int
+    waiting: int
+    free_blocks: int
+    pool_blocks: int
+    context_tokens_max: int
+    metrics_port: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., host: _Optional[str] = ..., store_node: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., pid: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., context_tokens_max: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,138 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("namespace", "chain", "hash_bytes", "first_block")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    chain: bytes
+    hash_bytes: int
+    first_block: int
+    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class LeaseReply(_message.Message):
+    __slots__ = ("lease_id", "incarnation", "expires_in_ms", "blocks")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    incarnation: int
+    expires_in_ms: int
+    blocks: _containers.RepeatedCompositeFieldContainer[LeasedBlock]
+    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., expires_in_ms: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[LeasedBlock, _Mapping]]] = ...) -> None: ...
+
+class LeasedBlock(_message.Message):
+    __slots__ = ("slot", "header")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    header: bytes
+    def __init__(self, slot: _Optional[int] = ..., header: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("namespace", "chain", "hash_bytes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    chain: bytes
+    hash_bytes: int
+    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("num_blocks", "incarnation")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    incarnation: int
+    def __init__(self, num_blocks: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("headers",)
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    headers: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, headers: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("incarnation", "outcomes")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    outcomes: _containers.RepeatedCompositeFieldContainer[ReserveOutcome]
+    def __init__(self, incarnation: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[ReserveOutcome, _Mapping]]] = ...) -> None: ...
+
+class ReserveOutcome(_message.Message):
+    __slots__ = ("kind", "reservation_id", "slot")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[ReserveOutcome.Kind]
+        KIND_RESERVED: _ClassVar[ReserveOutcome.Kind]
+        KIND_ALREADY_STORED: _ClassVar[ReserveOutcome.Kind]
+        KIND_NOT_STORED: _ClassVar[ReserveOutcome.Kind]
+    KIND_UNSPECIFIED: ReserveOutcome.Kind
+    KIND_RESERVED: ReserveOutcome.Kind
+    KIND_ALREADY_STORED: ReserveOutcome.Kind
+    KIND_NOT_STORED: ReserveOutcome.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    kind: ReserveOutcome.Kind
+    reservation_id: str
+    slot: int
+    def __init__(self, kind: _Optional[_Union[ReserveOutcome.Kind, str]] = ..., reservation_id: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("reservation_id", "payload_xxh3")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_XXH3_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    payload_xxh3: int
+    def __init__(self, reservation_id: _Optional[str] = ..., payload_xxh3: _Optional[int] = ...) -> None: ...
+
+class FillStart(_message.Message):
+    __slots__ = ("reservation_id", "payload_xxh3")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_XXH3_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    payload_xxh3: int
+    def __init__(self, reservation_id: _Optional[str] = ..., payload_xxh3: _Optional[int] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("reservation_id",)
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    def __init__(self, reservation_id: _Optional[str] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
