@@ -6,7 +6,7 @@ of Redis or of the network.
 The words of this field, fixed here once:
 
 - *KV block*: all layers' K and V for `block_tokens` consecutive tokens of one sequence.
-- *chain*: the block hashes of a prompt, in order. Only full blocks are hashed: `len(chain) == num_tokens // block_tokens`.
+- *chain*: the block hashes of a prompt, in order; full blocks only, so `len(chain) == num_tokens // block_tokens`.
 - *namespace*: everything that must be equal for two workers' KV bytes to mean the same thing.
 - *holder*: whoever keeps a block: a store node (host tier) or a worker (device tier).
 - *token hit rate* = cached_tokens / prompt_tokens.  *block hit rate* = hit_blocks / looked_up_blocks. They differ (the

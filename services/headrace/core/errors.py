@@ -20,10 +20,22 @@ The message names the consequence and the remedy. gRPC codes and HTTP statuses a
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class HeadraceError(Exception):
-    """Root of the tree; catch a narrower one."""
+    """Root of the tree; catch a narrower one. Crosses process borders whole: message and fields survive pickling."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), vars(self))
+
+
+def _rebuild(kind: type[HeadraceError], message: str, fields: dict[str, Any]) -> HeadraceError:
+    """Make an error again without its __init__, whose arguments are not its message."""
+    error = kind.__new__(kind)
+    error.args = (message,)
+    vars(error).update(fields)
+    return error
 
 
 class InvalidRequest(HeadraceError):

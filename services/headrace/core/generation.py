@@ -144,7 +144,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """One generated token. `text` is what became printable with it: may be empty (half a character, a possible stop)."""
+    """One generated token. `text` is what became printable with it; empty for half a character or a possible stop."""
 
     token_id: int
     text: str

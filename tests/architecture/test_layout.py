@@ -1,0 +1,155 @@
+"""The repository keeps its own rules: the map is true, verb files hold their verb, nothing is left lying about."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import headrace
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ROOT / "services" / "headrace"
+SOURCES = sorted(
+    p
+    for folder in (SERVICES, ROOT / "cluster" / "headrace_cluster")
+    for p in folder.rglob("*.py")
+    if "v1" not in p.relative_to(folder).parts
+)
+NAMES = [str(p.relative_to(ROOT)) for p in SOURCES]
+MAP_LINE = re.compile(r"^    (\S+\.py):(\w+)\s", re.MULTILINE)
+VERBS = [
+    "build",
+    "choose",
+    "convert",
+    "decode",
+    "detokenize",
+    "evict",
+    "explain",
+    "fetch",
+    "generate",
+    "launch",
+    "load",
+    "plan",
+    "prefill",
+    "probe",
+    "publish",
+    "recover",
+    "register",
+    "render",
+    "route",
+    "sample",
+    "schedule",
+    "serve",
+    "tokenize",
+    "verify",
+]
+VAGUE = ("utils", "common", "helpers", "manager", "base", "misc")
+
+
+def top_level_functions(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [f.name for f in functions]
+
+
+def test_the_map_of_a_request_names_what_exists():
+    """Fails when a step is renamed or moved and the map is not."""
+    steps = MAP_LINE.findall(headrace.__doc__ or "")
+    assert len(steps) >= 8
+    for file, function in steps:
+        assert function in top_level_functions(SERVICES / file), f"{file}:{function}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_a_verb_file_holds_the_function_of_its_name_first(path: Path):
+    stem = path.stem
+    if stem.split("_")[0] not in VERBS or "_" not in stem:
+        pytest.skip("a noun")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    public = [
+        n.name
+        for n in tree.body
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and not n.name.startswith("_")
+    ]
+    assert public, f"{path.name} has no public function"
+    assert public[0] == stem
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_every_module_says_what_it_owns(path: Path):
+    if path.name == "__init__.py" and not path.read_text().strip():
+        pytest.skip("an empty package marker")
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), "no module docstring"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_files_can_be_read_in_one_sitting(path: Path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_names_say_what_a_file_is(path: Path):
+    assert not any(word in path.stem.split("_") for word in VAGUE)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=NAMES)
+def test_no_module_is_unreferenced(path: Path):
+    """Fails for a file that nothing imports, runs or names."""
+    if path.name in ("__init__.py", "__main__.py"):
+        pytest.skip("a package")
+    word = re.compile(rf"\b{path.stem}\b")
+    others = [p for p in [*SOURCES, ROOT / "pyproject.toml", ROOT / "Makefile"] if p != path]
+    yamls = list((ROOT / "cluster").rglob("*.yaml"))
+    assert any(word.search(p.read_text(encoding="utf-8")) for p in [*others, *yamls])
+
+
+def test_no_exception_is_swallowed_bare():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{path}:{node.lineno}: bare except"
+
+
+def test_every_limit_has_its_reason_above_it():
+    lines = (SERVICES / "core" / "limits.py").read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"^[A-Z][A-Z_]+ = ", line):
+            above = lines[number - 1]
+            grouped = re.match(r"^[A-Z][A-Z_]+ = ", above)
+            assert above.startswith("#") or grouped, f"{line} has no reason above it"
+
+
+def test_every_limit_has_a_reader():
+    text = "\n".join(p.read_text(encoding="utf-8") for p in SOURCES if p.name != "limits.py")
+    own = (SERVICES / "core" / "limits.py").read_text()
+    unread = [name for name in re.findall(r"^([A-Z][A-Z_]+) = ", own, re.MULTILINE) if name not in text]
+    assert not unread
+
+
+def test_redis_keys_are_spelled_in_one_file():
+    spelled = [str(p.relative_to(ROOT)) for p in SOURCES if "hr1:" in p.read_text(encoding="utf-8")]
+    assert spelled == ["services/headrace/index/redis_keys.py"]
+
+
+def test_grpc_codes_appear_in_one_file_of_the_request_path():
+    """Fails when a second mapping of errors to codes appears."""
+    mapped = [
+        str(p.relative_to(SERVICES))
+        for p in SOURCES
+        if p.is_relative_to(SERVICES) and re.search(r"StatusCode\.[A-Z_]+:", p.read_text(encoding="utf-8"))
+    ]
+    assert mapped in ([], ["wire/status.py"])
+
+
+def test_generated_code_is_what_the_protos_say(tmp_path):
+    """Fails when a .proto was changed and `make proto` was not run."""
+    from grpc_tools import protoc
+
+    protos = sorted((ROOT / "proto" / "headrace" / "v1").glob("*.proto"))
+    assert protoc.main(["protoc", f"-I{ROOT / 'proto'}", f"--python_out={tmp_path}", *map(str, protos)]) == 0
+    for made in (tmp_path / "headrace" / "v1").iterdir():
+        committed = SERVICES / "wire" / "v1" / made.name
+        assert (
+            made.read_text().replace("from headrace.v1 import", "from headrace.wire.v1 import") == committed.read_text()
+        )

@@ -1,0 +1,65 @@
+"""Settings: one table, one parse, refusal with the key's name."""
+
+import pytest
+
+from headrace.config import Config, config_to_flat, load_config, settings_table
+from headrace.core.errors import ConfigInvalid
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path):
+    file = tmp_path / "headrace.yaml"
+    file.write_text("arena_mb: 10\npool_tokens: 1000\nblock_tokens: 32\n")
+    config = load_config(
+        {"arena_mb": 30}, environ={"HEADRACE_ARENA_MB": "20", "HEADRACE_POOL_TOKENS": "2000"}, config_file=file
+    )
+    assert config.store.arena_mb == 30
+    assert config.engine.pool_tokens == 2_000
+    assert config.engine.block_tokens == 32
+    assert config.gateway.http_port == Config().gateway.http_port
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", "", "4096"])
+def test_impossible_block_sizes_are_refused_by_name(value):
+    with pytest.raises(ConfigInvalid, match="block_tokens"):
+        load_config(environ={"HEADRACE_BLOCK_TOKENS": value})
+
+
+def test_a_block_larger_than_the_context_is_refused():
+    with pytest.raises(ConfigInvalid, match="block_tokens"):
+        load_config({"block_tokens": 512, "context_tokens_max": 256}, environ={})
+
+
+@pytest.mark.parametrize("value", [1, 7])
+def test_odd_block_sizes_are_allowed(value):
+    assert load_config({"block_tokens": value}, environ={}).engine.block_tokens == value
+
+
+def test_unknown_keys_are_refused_by_name(tmp_path):
+    file = tmp_path / "headrace.yaml"
+    file.write_text("arena_gb: 10\n")
+    with pytest.raises(ConfigInvalid, match="arena_gb"):
+        load_config(config_file=file, environ={})
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+def test_a_broken_file_is_refused(tmp_path, text):
+    file = tmp_path / "headrace.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigInvalid):
+        load_config(config_file=file, environ={})
+
+
+def test_a_boolean_is_not_a_number():
+    """Fails if True were read as block_tokens 1."""
+    with pytest.raises(ConfigInvalid, match="block_tokens"):
+        load_config({"block_tokens": True}, environ={})
+
+
+def test_a_config_survives_being_handed_to_another_process():
+    config = load_config({"arena_mb": 64, "exact": False, "model": "x"}, environ={})
+    assert load_config(config_to_flat(config), environ={}) == config
+
+
+def test_every_setting_has_one_line_of_help():
+    for name, (_, row) in settings_table().items():
+        assert row.metadata["help"].endswith("."), name
