@@ -137,6 +137,15 @@ def settings_table() -> dict[str, tuple[str, Field[Any]]]:
     return table
 
 
+def settings_markdown() -> str:
+    """The table of docs/configuration.md: one row a setting, in the order of the pieces."""
+    lines = ["| setting (YAML) | environment | flag | default | what it does |", "|---|---|---|---|---|"]
+    for name, (_, row) in settings_table().items():
+        flag, default = f"--{name.replace('_', '-')}", f"`{row.default}`" if row.default != "" else ""
+        lines.append(f"| `{name}` | `HEADRACE_{name.upper()}` | `{flag}` | {default} | {row.metadata['help']} |")
+    return "\n".join(lines) + "\n"
+
+
 def config_to_flat(config: Config) -> dict[str, Any]:
     """The inverse of parsing: setting name -> value, for handing a Config to another process."""
     return {name: getattr(getattr(config, piece), name) for name, (piece, _) in settings_table().items()}

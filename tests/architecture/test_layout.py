@@ -20,7 +20,7 @@ NAMES = [str(p.relative_to(ROOT)) for p in SOURCES]
 MAP_LINE = re.compile(r"^    (\S+\.py):(\w+)\s", re.MULTILINE)
 VERBS = frozenset(
     "build choose convert decode evict explain fetch generate launch load plan prefill probe publish recover register "
-    "render route sample schedule serve tokenize verify".split()  # noqa: SIM905
+    "render route sample schedule serve tokenize verify".split()
 )
 VAGUE = ("utils", "common", "helpers", "manager", "base", "misc")
 

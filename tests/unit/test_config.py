@@ -1,8 +1,10 @@
 """Settings: one table, one parse, refusal with the key's name."""
 
+from pathlib import Path
+
 import pytest
 
-from headrace.config import Config, config_to_flat, load_config, settings_table
+from headrace.config import Config, config_to_flat, load_config, settings_markdown, settings_table
 from headrace.core.errors import ConfigInvalid
 
 
@@ -63,3 +65,9 @@ def test_a_config_survives_being_handed_to_another_process():
 def test_every_setting_has_one_line_of_help():
     for name, (_, row) in settings_table().items():
         assert row.metadata["help"].endswith("."), name
+
+
+def test_the_documented_table_is_the_table():
+    """Fails when a setting is added or changed and docs/configuration.md is not."""
+    documented = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert settings_markdown() in documented
