@@ -1,0 +1,68 @@
+"""Gauges that are read at scrape time from their owners' own books, so that they can neither drift nor go negative."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headrace.core.generation import HolderStat
+from headrace.core.members import WorkerRecord
+from headrace.telemetry.metrics import Metrics
+
+
+class StoreCollector:
+    """A store node's books: slots by state, leases, token lookups and hits."""
+
+    def __init__(self, stat: Callable[[], HolderStat], *, metrics: Metrics) -> None:
+        """Register with the process's metrics; `stat` is called in the scraping thread and must be safe there."""
+        self._stat = stat
+        metrics.registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for duplicates: the names are only declared here."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """One reading of the books; `free + committed + reserved == total` holds within it."""
+        stat = self._stat()
+        blocks = GaugeMetricFamily("headrace_store_blocks", "Slots of the arena by state.", labels=["tier", "state"])
+        for state in ("free", "committed", "reserved"):
+            blocks.add_metric([stat.tier, state], getattr(stat, f"{state}_blocks"))
+        yield blocks
+        leased = GaugeMetricFamily("headrace_store_leased_blocks", "Committed slots under a lease.", labels=["tier"])
+        leased.add_metric([stat.tier], stat.leased_blocks)
+        yield leased
+        capacity = GaugeMetricFamily("headrace_store_bytes", "Payload capacity of the arena.", labels=["tier"])
+        capacity.add_metric([stat.tier], stat.total_blocks * stat.block_bytes)
+        yield capacity
+        for name, text, value in (
+            ("headrace_store_lookup_tokens", "Tokens whose blocks were asked for.", stat.lookups_tokens),
+            ("headrace_store_hit_tokens", "Of those, tokens whose blocks were held.", stat.hits_tokens),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["tier"])
+            counter.add_metric([stat.tier], value)
+            yield counter
+
+
+class WorkerCollector:
+    """A worker's load: sequences by state and free blocks of its pool."""
+
+    def __init__(self, record: Callable[[], WorkerRecord], *, metrics: Metrics) -> None:
+        """Register with the process's metrics; `record` is called in the scraping thread and must be safe there."""
+        self._record = record
+        metrics.registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for duplicates: the names are only declared here."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """One reading of the worker's record."""
+        record = self._record()
+        sequences = GaugeMetricFamily("headrace_engine_sequences", "Sequences by state.", labels=["role", "state"])
+        sequences.add_metric([record.role, "running"], record.running)
+        sequences.add_metric([record.role, "waiting"], record.waiting)
+        yield sequences
+        blocks = GaugeMetricFamily("headrace_engine_pool_blocks", "Blocks of the pool.", labels=["role", "state"])
+        blocks.add_metric([record.role, "free"], record.free_blocks)
+        blocks.add_metric([record.role, "used"], record.pool_blocks - record.free_blocks)
+        yield blocks
