@@ -66,6 +66,33 @@ STORE_CALL_TIMEOUT_MS = 2_000
 # A whole load of a prefix may take at most this long before the rest is recomputed.
 LOAD_PREFIX_TIMEOUT_MS = 20_000
 
+# Payload bytes that one load has received and not yet copied into the pool: enough to keep receiving while a copy runs
+# (32 MiB is 20 ms of copying at 1.5 GB/s), small enough that 16 loads at once stay at 512 MiB.
+LOAD_AHEAD_BYTES_MAX = 32 * 1024 * 1024
+
+# Remote store nodes that one load asks, best hint first: each costs a round trip, and a third copy is rarely longer.
+LOAD_NODES_MAX = 3
+
+# How long a reader waits for the answer to a release. The lease ends by itself, so this only frees slots earlier; it
+# must stay well under the second within which a cancelled request stops.
+RELEASE_TIMEOUT_MS = 500
+
+# Blocks that one worker has computed and not yet published. Each keeps a pool block from reuse, so this is a quarter of
+# the default pool (32,768 / 64 = 512 blocks); beyond it publishing is skipped, since decoding must not wait.
+PUBLISH_QUEUE_BLOCKS = 128
+
+# Blocks published by one reserve call: bounds the buffers of a sink that sends them (8 x 1.5 MB) and how long a
+# reservation waits for its turn to be filled.
+PUBLISH_BATCH_BLOCKS = 8
+
+# A store node that failed is not asked again for this long: one failed call per second costs nobody, while a node that
+# restarts is back in use soon after it is.
+NODE_QUARANTINE_MS = 1_000
+
+# Attempt ids that a worker remembers, to refuse a call that arrives twice. A duplicate comes within a call's deadline;
+# 4,096 attempts are minutes of work for one worker.
+ATTEMPTS_REMEMBERED = 4_096
+
 # A prefill attempt: 8,192 tokens at 200 tok/s on a slow shared core.
 PREFILL_TIMEOUT_MS = 60_000
 
@@ -78,6 +105,13 @@ GATEWAY_INFLIGHT_MAX = 256
 
 # Sequences waiting for blocks in one worker; beyond: Overloaded, and the gateway tries another worker.
 WORKER_WAITING_MAX = 64
+
+# A worker accepts a call as soon as its event loop turns, long before the first token. 10 s covers a loop that shares
+# two busy cores with model loading; a worker that needs longer is stopped, gone or cut off, and another one is tried.
+WORKER_ACCEPT_TIMEOUT_MS = 10_000
+
+# Evicting from a worker's pool waits for the engine's current step (a prefill chunk: a second on a slow core).
+WORKER_EVICT_TIMEOUT_MS = 5_000
 
 # Events buffered between the engine thread and one stream's consumer. A consumer that is this far behind (4,096 tokens
 # are minutes of decoding) is not reading: its stream is ended.
@@ -97,3 +131,6 @@ assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS
 assert LEASE_BLOCKS_MAX <= CHAIN_BLOCKS_MAX
 assert FETCH_CHUNK_BYTES * 4 <= GRPC_MESSAGE_BYTES_MAX
+assert LOAD_AHEAD_BYTES_MAX >= 4 * FETCH_CHUNK_BYTES
+assert RELEASE_TIMEOUT_MS < 1_000
+assert PUBLISH_BATCH_BLOCKS <= RESERVE_BLOCKS_MAX

@@ -4,7 +4,7 @@ Adapters do not inherit from these; `compose.py` joins them. Every port has two 
 conformance suite. All calls may be cancelled at any await and then leave nothing held that a lease does not end.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,8 +82,9 @@ class BlockSource(Protocol):
         """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip."""
         ...
 
-    def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncIterator[memoryview]:
-        """Payloads of the leased blocks in order; each view is valid until the next is asked for. May raise
+    def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
+        """Payloads of the leased blocks in order, as an async generator (close it to stop early). Each view is valid
+        while the reader keeps it and the lease stands, so that copying may lag behind receiving. May raise
         BlockMissing, LeaseExpired, StoreUnavailable; what was delivered before stays good."""
         ...
 
@@ -147,6 +148,10 @@ class StoreNodes(Protocol):
 
     def sink(self) -> BlockSink | None:
         """Where this worker publishes: the local node when there is one, else a remote node."""
+        ...
+
+    def sink_node_id(self) -> str:
+        """Node id of what `sink()` gives now; "" when there is none."""
         ...
 
 

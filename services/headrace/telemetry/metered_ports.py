@@ -158,6 +158,10 @@ class MeteredStoreNodes:
         via = CacheSource.GRPC if self._nodes.local() is None else CacheSource.SHARED_MEMORY
         return sink and MeteredBlockSink(sink, metrics=self._metrics, via=via)
 
+    def sink_node_id(self) -> str:
+        """As StoreNodes.sink_node_id."""
+        return self._nodes.sink_node_id()
+
 
 class MeteredWorkerCalls:
     """WorkerCalls with usage, outcome and gaps between tokens counted once per attempt that streamed.
