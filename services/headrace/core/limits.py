@@ -126,6 +126,41 @@ INDEX_QUEUE_BLOCKS_MAX = 65_536
 # Blocks in one index command: keeps one Lua call under a millisecond.
 INDEX_BATCH_BLOCKS = 512
 
+# Times of one embedded Valkey server: it is up in about 50 ms; on a loaded two-core machine seconds have been seen.
+EMBEDDED_VALKEY_START_TIMEOUT_MS = 10_000
+EMBEDDED_VALKEY_STOP_TIMEOUT_MS = 2_000
+
+# Memory of an embedded Valkey server. One entry costs about 200 bytes (key 60, hash of one holder 60, table slots), so
+# this is 1.3 M blocks: at 64 tokens and 1.5 MB a block far more than the host tiers of a small cluster hold.
+EMBEDDED_INDEX_BYTES_MAX = 256 * 1024 * 1024
+
+# Connections of one process to Redis for the index, and for membership (kept apart, so that lookups cannot starve the
+# heartbeat). A command holds one for about 0.3 ms: 256 requests in flight wait 10 ms at most. 100 processes x 10 are
+# 1,000 clients, a tenth of Redis's default limit.
+INDEX_CONNECTIONS_MAX = 8
+MEMBERSHIP_CONNECTIONS_MAX = 2
+
+# After a timeout or a lost connection nobody asks Redis for this long, then one caller tries. A slow Redis therefore
+# costs one caller INDEX_TIMEOUT_MS in every INDEX_TIMEOUT_MS + INDEX_PAUSE_MS, and all others nothing.
+INDEX_PAUSE_MS = 500
+
+# Holders of one block that a lookup considers. Every one costs log2(8,192) = 13 probes of about 1 us in the worst case:
+# 13 ms at the bound; a block that more holders have is hot everywhere and needs no further candidates.
+INDEX_HOLDERS_MAX = 1_024
+
+# Events kept per holder and namespace for mirrors: at 512 blocks x 32 bytes at most 16 KiB each, 4 MiB together.
+INDEX_EVENTS_MAX = 256
+
+# Keys that one sweep call looks at: 8 pages of 512, each page four round trips of about 1 ms.
+SWEEP_PAGE_KEYS = 512
+SWEEP_PAGES_MAX = 8
+
+# A liveness record is about 1 KB; more than this is junk and is not even read.
+MEMBER_RECORD_BYTES_MAX = 16_384
+
+# Live holders in one deployment; more names than this under the members key are junk, of which a sample is read.
+MEMBERS_MAX = 4_096
+
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS

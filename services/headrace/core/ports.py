@@ -38,15 +38,24 @@ class BlockIndex(Protocol):
         ...
 
     async def sweep(self, live: dict[HolderId, int], *, limit: int) -> int:
-        """Remove up to `limit` entries whose holder is not live under that incarnation; returns how many."""
+        """Remove up to `limit` entries whose holder is not live under that incarnation; returns how many.
+
+        A holder is live when `live` says so or its membership record stands: it may have started after the caller
+        looked. Work per call is bounded, so 0 does not mean that nothing is left.
+        """
         ...
 
 
 class Membership(Protocol):
     """Liveness of store nodes and workers: records under a TTL. Raises IndexUnavailable."""
 
-    async def announce(self, record: StoreNodeRecord | WorkerRecord, *, ttl_ms: int) -> None:
-        """Put or refresh a record; it vanishes `ttl_ms` after the last call."""
+    async def announce(self, record: StoreNodeRecord | WorkerRecord, *, ttl_ms: int) -> bool:
+        """Put or refresh a record; it vanishes `ttl_ms` after the last call.
+
+        True: the record did not stand before under this incarnation (first call, expired, Redis came back empty) or
+        that is not known (the call before failed): the owner registers everything it holds again. A standing record
+        of a newer incarnation is left alone (False).
+        """
         ...
 
     async def withdraw(self, record: StoreNodeRecord | WorkerRecord) -> None:

@@ -1,0 +1,32 @@
+"""Servers that tests share: one real Valkey process for the whole run."""
+
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from headrace.index.embedded_valkey import EmbeddedValkey
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[EmbeddedValkey]:
+    """The run's one server. Do not stop, pause or kill it: start an EmbeddedValkey of your own for that."""
+    with EmbeddedValkey() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_url(valkey_server: EmbeddedValkey) -> str:
+    """URL of the run's server, with whatever earlier tests left in it."""
+    return valkey_server.url
+
+
+@pytest.fixture
+def empty_valkey_url(valkey_url: str) -> str:
+    """URL of the run's server, emptied for this test."""
+    address = urlsplit(valkey_url)
+    with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
+        connection.sendall(b"FLUSHALL\r\n")
+        assert connection.recv(16) == b"+OK\r\n"
+    return valkey_url
