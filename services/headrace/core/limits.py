@@ -28,6 +28,10 @@ RESERVE_BLOCKS_MAX = 256
 # A request body: 4 MiB of JSON is about 1 M tokens of English; beyond that it is refused before parsing.
 REQUEST_BODY_BYTES_MAX = 4 * 1024 * 1024
 
+# What is read and thrown away of a body that is too large, so that a client which is still sending sees the 413 instead
+# of a reset connection. Beyond it the connection is closed.
+REQUEST_DRAIN_BYTES_MAX = 64 * 1024 * 1024
+
 # Characters of one prompt before tokenising: a tokenizer takes about 1 s per MB, so this bounds it to a few seconds.
 PROMPT_CHARS_MAX = 4 * 1024 * 1024
 
@@ -36,6 +40,18 @@ CLIENT_REQUEST_ID_CHARS_MAX = 128
 
 # Choices per request; each is a decode attempt of its own.
 CHOICES_MAX = 8
+
+# Events buffered between one choice of a request with several and the client; a full buffer holds that choice's worker
+# stream back, as a slow reader of a single choice does by itself.
+CHOICE_EVENTS_MAX = 64
+
+# Output tokens when the caller names no maximum (OpenAI's completions API: 16). A chat answer is rarely longer, and a
+# worker sets blocks aside for all of it: 1,024 tokens are 16 blocks of 64.
+COMPLETION_TOKENS_DEFAULT = 16
+OUTPUT_TOKENS_DEFAULT = 1_024
+
+# Characters of a cache salt; it is only hashed.
+CACHE_SALT_CHARS_MAX = 256
 
 # Stop strings: each delta is scanned for all of them.
 STOP_STRINGS_MAX = 16
@@ -100,6 +116,14 @@ PREFILL_TIMEOUT_MS = 60_000
 REQUEST_TIMEOUT_MS_DEFAULT = 300_000
 REQUEST_TIMEOUT_MS_MAX = 3_600_000
 
+# What a client's transport waits beyond the request's deadline, so that the server's typed answer at the deadline (one
+# network round trip and a scheduler stall away) arrives before the transport gives up without a reason.
+CLIENT_DEADLINE_GRACE_MS = 5_000
+
+# One admin call through the gateway: it asks every holder in parallel, each under STORE_CALL_TIMEOUT_MS, and a listing
+# of the largest legal reply is rendered in well under ten seconds.
+ADMIN_CALL_TIMEOUT_MS = 30_000
+
 # Requests in flight per gateway replica, all stages together; beyond: 429 with Retry-After.
 GATEWAY_INFLIGHT_MAX = 256
 
@@ -116,6 +140,32 @@ WORKER_EVICT_TIMEOUT_MS = 5_000
 # Events buffered between the engine thread and one stream's consumer. A consumer that is this far behind (4,096 tokens
 # are minutes of decoding) is not reading: its stream is ended.
 STREAM_EVENTS_MAX = 4_096
+
+# How often a gateway re-reads who is alive: half the refresh period of the records, so that load figures are at most
+# 3 s old (2 s since the worker wrote them, 1 s since we read them).
+WORKER_TABLE_REFRESH_MS = 1_000
+
+# A worker that failed a call is not chosen for this long: after it, either its record has expired or it lives.
+WORKER_SUSPECT_MS = 6_000
+
+# How long a gateway keeps the workers it knows while the membership service lists nobody at all (a Redis that came back
+# empty): workers announce themselves again within one refresh period, two for a lost call.
+WORKER_TABLE_KEEP_MS = 6_000
+
+# Threads that tokenise: two keep both cores of a small host busy; prompts beyond wait, as many as may be in flight.
+TOKENIZER_THREADS = 2
+
+# What an overloaded gateway tells its callers to wait: about one short request.
+RETRY_AFTER_MS = 1_000
+
+# One admin call over all holders: each holder has this long; one that does not answer is reported, not waited for.
+ADMIN_CALL_TIMEOUT_MS = 10_000
+
+# Blocks in one listing; 10,000 entries of about 500 bytes stay under a gRPC message's bound.
+LIST_BLOCKS_MAX = 10_000
+
+# How often a health watcher is told of a change, at the latest.
+HEALTH_WATCH_MS = 500
 
 # Further tries at another worker after WorkerUnavailable, before the first token was sent.
 ATTEMPTS_MAX = 3
@@ -164,6 +214,8 @@ MEMBERS_MAX = 4_096
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS
+assert WORKER_SUSPECT_MS >= MEMBER_TTL_MS
+assert WORKER_TABLE_KEEP_MS >= 2 * MEMBER_REFRESH_MS
 assert LEASE_BLOCKS_MAX <= CHAIN_BLOCKS_MAX
 assert FETCH_CHUNK_BYTES * 4 <= GRPC_MESSAGE_BYTES_MAX
 assert LOAD_AHEAD_BYTES_MAX >= 4 * FETCH_CHUNK_BYTES

@@ -20,8 +20,11 @@ def generate() -> None:
         if failed:
             raise SystemExit(f"protoc failed with exit code {failed}")
         for made in sorted(Path(scratch, "headrace", "v1").iterdir()):
-            # protoc derives Python packages from proto paths; ours live one level deeper.
-            text = made.read_text(encoding="utf-8").replace("from headrace.v1 import", "from headrace.wire.v1 import")
+            # protoc derives Python packages from proto paths; ours live one level deeper. The second place is the
+            # messages' __module__, without which they cannot be pickled (Ray Serve's gRPC proxy pickles them).
+            text = made.read_text(encoding="utf-8")
+            for found in ("from headrace.v1 import", "Messages(DESCRIPTOR, 'headrace.v1."):
+                text = text.replace(found, found.replace("headrace.v1", "headrace.wire.v1"))
             (target / made.name).write_text(text, encoding="utf-8")
     shutil.rmtree(target / "__pycache__", ignore_errors=True)
 

@@ -1,0 +1,118 @@
+"""The Ray Serve application: one gateway ingress, prefill workers, decode workers.
+
+Owns how many replicas of what Serve runs, with which resources, limits and health rules. `build_app` is what a Serve
+config file names as its `import_path`.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from headrace.config import Config, config_to_flat, load_config
+from headrace.core.clock import SystemClock
+from headrace.core.limits import GATEWAY_INFLIGHT_MAX, WORKER_WAITING_MAX
+from headrace.core.members import WorkerRole
+from headrace_cluster.ray_worker_calls import RayWorkerCalls
+from headrace_cluster.worker_replica import DecodeWorker, PrefillWorker
+
+APP_NAME = "headrace"
+
+# The gRPC services that Serve's proxies accept and list by reflection.
+GRPC_SERVICER_FUNCTIONS = [
+    "headrace.wire.v1.inference_pb2_grpc.add_InferenceServicer_to_server",
+    "headrace.wire.v1.admin_pb2_grpc.add_CacheAdminServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+]
+
+# A replica is asked for its health this often; a dead process is replaced after one period at most.
+HEALTH_PERIOD_S = 2.0
+# A replica that answers no health check for this long is stalled, not busy: the check runs between engine steps.
+HEALTH_TIMEOUT_S = 30.0
+# Streams under way may end by themselves before a replica is stopped.
+SHUTDOWN_GRACE_S = 10.0
+# Calls beyond what the engine runs and queues are refused by the worker itself (Overloaded), at once and with a reason;
+# Serve would let them wait. So Serve's own bound lies above the worker's.
+CALLS_BEYOND_QUEUE = 64
+# Share of a core that Serve books for a replica. Small on purpose: workers compute in turns, and a worker, a gateway
+# and a prefill worker must fit on a machine of two cores.
+REPLICA_CPUS = 0.1
+
+# For torch in workers: threads that wait must not spin, since several workers share the cores.
+TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """The application for these settings (`config.py`'s names); `redis_url` is required here.
+
+    Raises ConfigInvalid naming the key.
+    """
+    config = load_config(args, environ={})
+    settings = config_to_flat(config)
+    options = worker_options(config)
+    decode_role = WorkerRole.DECODE if config.cluster.prefill_workers else WorkerRole.BOTH
+    decode = DecodeWorker.options(num_replicas=config.cluster.decode_workers, **options)
+    prefill = PrefillWorker.options(num_replicas=max(1, config.cluster.prefill_workers), **options)
+    return Gateway.bind(
+        settings,
+        decode.bind(settings, decode_role.value),
+        prefill.bind(settings, WorkerRole.PREFILL.value) if config.cluster.prefill_workers else None,
+    )
+
+
+def worker_options(config: Config) -> dict[str, Any]:
+    """Serve options that both kinds of worker share."""
+    actor: dict[str, Any] = {"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": TORCH_ENVIRONMENT}}
+    if config.model.device == "cuda":
+        actor["num_gpus"] = 1
+    return {
+        "ray_actor_options": actor,
+        "max_ongoing_requests": config.engine.batch_sequences_max + WORKER_WAITING_MAX + CALLS_BEYOND_QUEUE,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "graceful_shutdown_timeout_s": SHUTDOWN_GRACE_S,
+        "max_constructor_retry_count": 1,
+        "request_router_config": RequestRouterConfig(
+            request_router_class="headrace_cluster.plan_request_router:PlanRequestRouter"
+        ),
+    }
+
+
+@serve.deployment(
+    max_ongoing_requests=2 * GATEWAY_INFLIGHT_MAX,
+    health_check_period_s=HEALTH_PERIOD_S,
+    health_check_timeout_s=HEALTH_TIMEOUT_S,
+    graceful_shutdown_timeout_s=SHUTDOWN_GRACE_S,
+    max_constructor_retry_count=1,
+    ray_actor_options={"num_cpus": REPLICA_CPUS},
+)
+@serve.ingress()
+class Gateway:
+    """The ingress: HTTP by the ASGI app, gRPC by the methods named as the RPCs."""
+
+    async def __init__(
+        self, settings: dict[str, Any], decode: DeploymentHandle, prefill: DeploymentHandle | None
+    ) -> None:
+        from headrace.compose import build_gateway
+
+        calls = RayWorkerCalls(prefill=prefill, decode=decode, clock=SystemClock())
+        self._gateway = build_gateway(load_config(settings, environ={}), calls=calls)
+        await self._gateway.start()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._gateway.http_app
+
+    async def Generate(self, request, grpc_context):
+        async for e in self._gateway.generate(request, grpc_context): yield e
+
+    async def Check(self, request):
+        from grpc_health.v1 import health_pb2
+        return health_pb2.HealthCheckResponse(status=1)
+
+    async def Watch(self, request):
+        from grpc_health.v1 import health_pb2
+        yield health_pb2.HealthCheckResponse(status=1)
+        import asyncio
+        await asyncio.sleep(1e6)

@@ -1,0 +1,64 @@
+"""The store node of a host as a detached Ray actor: one per Ray node, in a process of its own.
+
+Owns when a store node is started, where it runs and that Ray starts it again after its process died; then it
+re-attaches the arena, which outlives it. Workers ensure it when they start, so it is the same on one machine and in a
+cluster. What a store node does is in `store/`.
+"""
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from headrace.config import Config, config_to_flat, load_config
+
+STORE_NAMESPACE = "headrace"
+STORE_NAME_PREFIX = "headrace-store:"
+# A store node opens its arena and announces itself; with a large arena, checking each committed slot after a crash
+# takes about a second per 2 GB.
+STORE_START_TIMEOUT_S = 60.0
+
+
+class StoreActor:
+    """Runs `serve_store_node` for as long as the actor lives."""
+
+    async def __init__(self, settings: dict[str, Any]) -> None:
+        from headrace.compose import build_store_node
+
+        config = load_config(settings, environ={})
+        if config.store.store_host == "auto":
+            config = load_config({**settings, "store_host": ray.util.get_node_ip_address()}, environ={})
+        self._node = build_store_node(config)
+        await self._node.start()
+
+    async def ready(self) -> int:
+        """Answers when the store node serves; its process id."""
+        import os
+
+        return os.getpid()
+
+    async def stop(self) -> None:
+        """Withdraw from the index, close the server and remove the arena's file."""
+        await self._node.stop()
+
+
+async def ensure_store_actor(config: Config) -> None:
+    """Have a store node on this Ray node, starting it when there is none. Returns when it serves."""
+    node_id = ray.get_runtime_context().get_node_id()
+    actor = (
+        ray.remote(StoreActor)
+        .options(
+            name=STORE_NAME_PREFIX + node_id,
+            namespace=STORE_NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(config_to_flat(config))
+    )
+    async with asyncio.timeout(STORE_START_TIMEOUT_S):
+        await actor.ready.remote()

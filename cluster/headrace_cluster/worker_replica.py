@@ -1,0 +1,97 @@
+"""Prefill and decode workers as Serve deployments: one replica is one worker, named by the replica's unique id.
+
+Owns the replica's life (start, health, stop) and the calls that reach it. What a worker does is in `prefill/` and
+`decode/`; how calls find the replica is in `plan_request_router.py`. Nothing heavy is imported before the constructor,
+because the gateway and Serve's controller import this file too.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+
+from headrace.config import load_config
+from headrace.core.errors import WorkerUnavailable
+from headrace.core.generation import (
+    DecodeCall,
+    DecodeEvent,
+    EvictReport,
+    EvictSelector,
+    PrefillCall,
+    PrefillResult,
+    WorkerId,
+)
+from headrace.core.members import WorkerRole
+from headrace_cluster.store_actor import ensure_store_actor
+
+# First item of every stream from a worker: the call has reached the worker it names, and work begins.
+ACCEPTED = "accepted"
+
+
+@dataclass(frozen=True, slots=True)
+class EvictCall:
+    """Gateway to worker: evict from your own pool."""
+
+    worker_id: WorkerId
+    selector: EvictSelector
+    dry_run: bool
+
+
+class WorkerReplica:
+    """What both kinds of worker share: construction, identity, health, eviction, shutdown."""
+
+    async def __init__(self, settings: dict[str, Any], role: str) -> None:
+        from headrace.compose import build_worker
+
+        config = load_config(settings, environ={})
+        await ensure_store_actor(config)
+        self._worker_id = WorkerId(serve.get_replica_context().replica_id.unique_id)
+        self._service = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)
+        await self._service.start()
+
+    async def evict_device(self, call: EvictCall) -> AsyncIterator[str | EvictReport]:
+        """Evict from this worker's pool."""
+        self._check_addressed(call.worker_id)
+        yield ACCEPTED
+        yield await self._service.evict_device(call.selector, dry_run=call.dry_run)
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises: healthy means that it can serve a call now."""
+        if not self._service.healthy():
+            raise WorkerUnavailable(self._worker_id, "the engine does not step any more")
+
+    async def __del__(self) -> None:
+        """Serve calls this once, after the last call has ended or the grace period is over."""
+        service = getattr(self, "_service", None)
+        if service is not None:
+            await service.stop()
+
+    def _check_addressed(self, worker_id: WorkerId) -> None:
+        if worker_id != self._worker_id:
+            raise WorkerUnavailable(worker_id, "it is gone; the call reached another worker")
+
+
+@serve.deployment
+class PrefillWorker(WorkerReplica):
+    """A prefill worker."""
+
+    async def prefill(self, call: PrefillCall) -> AsyncIterator[str | PrefillResult]:
+        """Have the prompt's full blocks in the store; yields acceptance, then the result."""
+        self._check_addressed(call.worker_id)
+        yield ACCEPTED
+        yield await self._service.prefill(call)
+
+
+@serve.deployment
+class DecodeWorker(WorkerReplica):
+    """A decode worker."""
+
+    async def decode(self, call: DecodeCall) -> AsyncIterator[str | DecodeEvent]:
+        """Stream the tokens; yields acceptance, then what `DecodeService.decode` yields."""
+        self._check_addressed(call.worker_id)
+        yield ACCEPTED
+        async with aclosing(self._service.decode(call)) as events:
+            async for event in events:
+                yield event
