@@ -1,0 +1,185 @@
+"""BlockHeader to msgpack bytes and back, and the comparison that every reader makes before it uses a block.
+
+Owns format version 1 of the header (docs/block-format.md). One msgpack array in fixed order; its last element is the
+xxh3-64 of everything before it, so that a truncation or a flipped bit is refused before anything is read out of it.
+Decoding is strict: unknown versions, other types, non-canonical spellings and oversize are `BlockCorrupt`, never a guess.
+Knows nothing of slots, files or the network.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import xxhash
+
+from headrace.core.block import (
+    DTYPE_BYTES,
+    FORMAT_VERSION,
+    BlockHash,
+    BlockHeader,
+    KvLayout,
+    NamespaceId,
+)
+from headrace.core.errors import BlockCorrupt
+from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, HEADER_BYTES_MAX
+
+MAGIC = "headrace-block"
+_DIGEST_BYTES = 8
+_HASH_BYTES = (16, 32)
+_PRODUCER_CHARS_MAX = 128
+_LAYOUT_TYPES = tuple((field.name, field.type) for field in fields(KvLayout))
+
+
+def encode_header(header: BlockHeader) -> bytes:
+    """The header's canonical bytes: equal headers give equal bytes, and the length does not depend on the checksum.
+
+    A header of our own making always fits HEADER_BYTES_MAX (1,024 tokens x 4 bytes + about 400).
+    """
+    layout = header.layout
+    body = [
+        MAGIC,
+        header.format_version,
+        bytes.fromhex(header.namespace),
+        bytes(header.block_hash),
+        bytes(header.parent_hash),
+        header.position,
+        struct.pack(f"<{len(header.token_ids)}I", *header.token_ids),
+        [getattr(layout, name) for name, _ in _LAYOUT_TYPES],
+        header.payload_bytes,
+        struct.pack("<Q", header.payload_xxh3),  # fixed width: reserving with 0 and committing take the same space
+        header.producer,
+        header.created_unix_ms,
+        bytes(_DIGEST_BYTES),
+    ]
+    sealed = _seal(msgpack.packb(body, use_bin_type=True)[:-_DIGEST_BYTES])
+    assert len(sealed) <= HEADER_BYTES_MAX, "a header outgrew its bound"
+    return sealed
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> BlockHeader:
+    """Parse header bytes. Raises BlockCorrupt, naming what is wrong, for anything that `encode_header` did not write."""
+    if len(data) > HEADER_BYTES_MAX:
+        raise _corrupt(f"header is longer than {HEADER_BYTES_MAX} bytes")
+    raw = bytes(data)
+    if len(raw) <= _DIGEST_BYTES or _seal(raw[:-_DIGEST_BYTES]) != raw:
+        raise _corrupt("header checksum does not match")
+    try:
+        body = msgpack.unpackb(raw, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise _corrupt(f"header is not msgpack: {type(error).__name__}") from None
+    header = _parse(body)
+    if encode_header(header) != raw:
+        raise _corrupt("header is not spelled canonically")
+    return header
+
+
+def verify_header(
+    header: BlockHeader,
+    *,
+    namespace: NamespaceId,
+    block_hash: BlockHash,
+    parent_hash: BlockHash,
+    position: int,
+    token_ids: Sequence[int],
+    layout: KvLayout,
+) -> None:
+    """Compare a stored block's header with what was asked for. Raises BlockCorrupt with the first differing field.
+
+    Layout fields are named one by one (`layout.dtype`), so that the log tells which setting keeps two workers apart.
+    """
+    pairs: list[tuple[str, Any, Any]] = [
+        ("format_version", header.format_version, FORMAT_VERSION),
+        ("namespace", header.namespace, namespace),
+        ("block_hash", header.block_hash, block_hash),
+        ("parent_hash", header.parent_hash, parent_hash),
+        ("position", header.position, position),
+    ]
+    pairs += [(f"layout.{name}", getattr(header.layout, name), getattr(layout, name)) for name, _ in _LAYOUT_TYPES]
+    pairs += [
+        ("payload_bytes", header.payload_bytes, layout.block_bytes),
+        ("token_ids", header.token_ids, tuple(token_ids)),
+    ]
+    for name, found, expected in pairs:
+        if found != expected:
+            shown = "differs" if name == "token_ids" else f"is {_show(found)}, expected {_show(expected)}"
+            raise BlockCorrupt(block_hash, f"header field {name} {shown}")
+
+
+def _seal(body: bytes) -> bytes:
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def _parse(body: Any) -> BlockHeader:
+    """Typed fields out of a msgpack value; every rule that a header must keep on its own is checked here."""
+    if type(body) is not list or len(body) < 2 or body[0] != MAGIC:
+        raise _corrupt("not a block header")
+    if body[1] != FORMAT_VERSION or type(body[1]) is not int:
+        raise _corrupt(f"format version {str(body[1])[:20]} is unknown; this build reads version {FORMAT_VERSION}")
+    if len(body) != 13:
+        raise _corrupt(f"header has {len(body)} fields")
+    _, _, namespace, block_hash, parent_hash, position, tokens, layout_row, size, digest, producer, created, _ = body
+    for name, value, kind in (
+        ("namespace", namespace, bytes),
+        ("block_hash", block_hash, bytes),
+        ("parent_hash", parent_hash, bytes),
+        ("position", position, int),
+        ("token_ids", tokens, bytes),
+        ("layout", layout_row, list),
+        ("payload_bytes", size, int),
+        ("payload_xxh3", digest, bytes),
+        ("producer", producer, str),
+        ("created_unix_ms", created, int),
+    ):
+        if type(value) is not kind:
+            raise _corrupt(f"header field {name} has the wrong type")
+    layout = _parse_layout(layout_row)
+    _require(len(namespace) == 16, "namespace")
+    _require(len(block_hash) in _HASH_BYTES, "block_hash")
+    _require(len(parent_hash) == (16 if position == 0 else len(block_hash)), "parent_hash")
+    _require(position >= 0, "position")
+    _require(len(tokens) == 4 * layout.block_tokens, "token_ids")
+    _require(size == layout.block_bytes, "payload_bytes")
+    _require(len(digest) == 8, "payload_xxh3")
+    _require(len(producer) <= _PRODUCER_CHARS_MAX, "producer")
+    _require(created >= 0, "created_unix_ms")
+    return BlockHeader(
+        namespace=NamespaceId(namespace.hex()),
+        block_hash=BlockHash(block_hash),
+        parent_hash=BlockHash(parent_hash),
+        position=position,
+        token_ids=struct.unpack(f"<{layout.block_tokens}I", tokens),
+        layout=layout,
+        payload_bytes=size,
+        payload_xxh3=int.from_bytes(digest, "little"),
+        producer=producer,
+        created_unix_ms=created,
+    )
+
+
+def _parse_layout(row: list[Any]) -> KvLayout:
+    _require(len(row) == len(_LAYOUT_TYPES), "layout")
+    for (name, kind), value in zip(_LAYOUT_TYPES, row, strict=True):
+        _require(type(value) is kind, f"layout.{name}")
+    layout = KvLayout(*row)
+    _require(layout.dtype in DTYPE_BYTES, "layout.dtype")
+    _require(layout.codec == "raw", "layout.codec")
+    for name in ("num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size"):
+        _require(getattr(layout, name) > 0, f"layout.{name}")
+    _require(0 <= layout.tensor_parallel_rank < layout.tensor_parallel_size, "layout.tensor_parallel_rank")
+    _require(BLOCK_TOKENS_MIN <= layout.block_tokens <= BLOCK_TOKENS_MAX, "layout.block_tokens")
+    return layout
+
+
+def _require(holds: bool, name: str) -> None:
+    if not holds:
+        raise _corrupt(f"header field {name} is out of range")
+
+
+def _corrupt(why: str) -> BlockCorrupt:
+    return BlockCorrupt(b"", why)
+
+
+def _show(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)[:64]
