@@ -105,6 +105,9 @@ PUBLISH_BATCH_BLOCKS = 8
 # restarts is back in use soon after it is.
 NODE_QUARANTINE_MS = 1_000
 
+# How long a stopping worker lets running calls finish before it ends them; the gateway then tries them elsewhere.
+DRAIN_TIMEOUT_MS = 5_000
+
 # Attempt ids that a worker remembers, to refuse a call that arrives twice. A duplicate comes within a call's deadline;
 # 4,096 attempts are minutes of work for one worker.
 ATTEMPTS_REMEMBERED = 4_096
@@ -136,6 +139,17 @@ WORKER_ACCEPT_TIMEOUT_MS = 10_000
 
 # Evicting from a worker's pool waits for the engine's current step (a prefill chunk: a second on a slow core).
 WORKER_EVICT_TIMEOUT_MS = 5_000
+
+# What a worker whose queue is full tells callers to wait: the queue moves when one of its sequences ends, which at some
+# ten tokens a second and a hundred tokens a reply is a matter of seconds.
+WORKER_RETRY_AFTER_MS = 2_000
+
+# One engine step takes a prefill chunk's time: a second on a slow core, several when the host is overloaded. A step that
+# has not ended for this long hangs; a worker that is only busy ends one all the time.
+ENGINE_STALL_MS = 30_000
+
+# How long stopping waits for the step under way. Less than ENGINE_STALL_MS, since whoever stops a worker has decided.
+ENGINE_STOP_TIMEOUT_MS = 15_000
 
 # Events buffered between the engine thread and one stream's consumer. A consumer that is this far behind (4,096 tokens
 # are minutes of decoding) is not reading: its stream is ended.
