@@ -1,0 +1,189 @@
+"""The clients against a real gRPC server. Each fails if events, errors or cancellation get lost."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from headrace.client import (
+    COLD,
+    Accepted,
+    AsyncHeadraceClient,
+    CacheOptions,
+    CacheSource,
+    Done,
+    GatewayUnreachable,
+    HeadraceClient,
+    Message,
+    Sampling,
+    Selector,
+)
+from headrace.core.errors import InvalidRequest, WorkerUnavailable
+from headrace.core.limits import CLIENT_DEADLINE_GRACE_MS
+
+
+@pytest.fixture
+def client(small_gateway):
+    with HeadraceClient(small_gateway.address) as made:
+        yield made
+
+
+def test_a_stream_begins_with_accepted_and_ends_with_done(client):
+    events = list(client.stream("hello"))
+    assert isinstance(events[0], Accepted)
+    assert isinstance(events[-1], Done)
+    assert "".join(token.text for token in events[1:-1]) == "hello"
+
+
+def test_a_collected_result_holds_what_the_stream_said(client):
+    result = client.generate("hello", sampling=Sampling(max_tokens=3))
+    assert (result.text, result.token_ids, result.finish_reason) == ("hel", (104, 101, 108), "length")
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (5, 3)
+    assert (result.request_id, result.model, result.decode_worker) == ("req-1", "echo-1", "d0")
+    assert 0 < result.ttft_ms <= result.total_ms
+
+
+def test_cached_tokens_are_reported_by_source(client):
+    client.generate("twelve chars.")
+    again = client.generate("twelve chars.")
+    assert again.usage.cached.by_source() == {"device": 4, "shared_memory": 8, "grpc": 0}
+
+
+def test_a_cold_request_neither_reads_nor_fills_the_cache(client, small_gateway):
+    first = client.generate("twelve chars.", cache=COLD)
+    assert first.usage.cached.total == 0
+    assert not any(small_gateway.holder_blocks.values())
+    assert small_gateway.requests[0].cache.bypass
+    assert small_gateway.requests[0].cache.no_publish
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [Message("user", "Hi")], [72, 105]], ids=["text", "chat", "token ids"])
+def test_every_kind_of_prompt_arrives_as_what_it_is(client, small_gateway, prompt):
+    client.generate(prompt)
+    sent = small_gateway.requests[0]
+    expected = {str: "text", Message: "chat", int: "token_ids"}
+    assert sent.WhichOneof("prompt") == expected[type(prompt if isinstance(prompt, str) else prompt[0])]
+
+
+def test_options_arrive_at_the_server(client, small_gateway):
+    client.generate(
+        "x",
+        model="echo-1",
+        sampling=Sampling(max_tokens=2, temperature=0.5, top_k=3, top_p=0.9, seed=7, stop=("q",), logprobs=2),
+        cache=CacheOptions(sources=frozenset({CacheSource.GRPC}), decode_worker="d1"),
+        timeout_s=12.5,
+        cache_salt="tenant",
+    )
+    sent = small_gateway.requests[0]
+    assert (sent.model, sent.timeout_ms, sent.cache_salt) == ("echo-1", 12_500, "tenant")
+    assert (sent.sampling.top_k, sent.sampling.seed, list(sent.sampling.stop)) == (3, 7, ["q"])
+    assert list(sent.cache.sources) == [3]
+    assert (sent.cache.decode_worker, sent.cache.bypass) == ("d1", False)
+
+
+def test_what_is_not_set_is_left_to_the_server(client, small_gateway):
+    client.generate("x")
+    sampling = small_gateway.requests[0].sampling
+    assert not any(sampling.HasField(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed"))
+
+
+@pytest.mark.parametrize("prompt", [[], [1, "a"], None, [-1], [2**40], [True]])
+def test_a_prompt_that_cannot_be_sent_is_refused_before_any_call(client, small_gateway, prompt):
+    with pytest.raises(InvalidRequest):
+        client.generate(prompt)
+    assert not small_gateway.requests
+
+
+def test_leaving_a_stream_early_cancels_it_on_the_server(client, small_gateway):
+    small_gateway.hang_after_tokens = 1
+    with client.stream("hello") as stream:
+        events = iter(stream)
+        next(events)
+        next(events)
+    assert small_gateway.cancelled.wait(2)
+
+
+def test_closing_the_client_cancels_a_stream_under_way(small_gateway):
+    small_gateway.hang_after_tokens = 1
+    client = HeadraceClient(small_gateway.address)
+    events = iter(client.stream("hello"))
+    next(events)
+    client.close()
+    assert small_gateway.cancelled.wait(2)
+
+
+def test_the_transport_gives_up_soon_after_the_requests_own_deadline(client, small_gateway):
+    """The server's typed answer at the deadline must still arrive, so the transport waits a little longer."""
+    client.generate("hello", timeout_s=2.0)
+    assert small_gateway.requests[0].timeout_ms == 2_000
+    assert 2.0 < small_gateway.time_remaining_s <= 2.0 + CLIENT_DEADLINE_GRACE_MS / 1e3
+
+
+def test_nothing_at_the_address_is_an_error_that_names_it():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    with HeadraceClient(address) as client, pytest.raises(GatewayUnreachable, match=address):
+        client.status()
+
+
+async def test_the_async_client_streams_collects_and_administers(small_gateway):
+    async with AsyncHeadraceClient(small_gateway.address) as client:
+        result = await client.generate("hello there")
+        assert result.text == "hello there"
+        assert [model.id for model in await client.list_models()] == ["echo-1"]
+        assert (await client.status()).workers[0].worker_id == "d0"
+        assert {stat.holder for stat in await client.stat()} == {"node:here", "worker:d0"}
+        assert (await client.list_blocks()).total_blocks == 4
+        assert sum(report.blocks for report in await client.evict(Selector(), dry_run=False)) == 4
+        assert (await client.list_blocks()).total_blocks == 0
+
+
+async def test_cancelling_the_task_that_reads_cancels_the_request(small_gateway):
+    small_gateway.hang_after_tokens = 1
+    async with AsyncHeadraceClient(small_gateway.address) as client:
+        task = asyncio.create_task(client.generate("hello"))
+        await asyncio.to_thread(small_gateway.hanging.wait, 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert await asyncio.to_thread(small_gateway.cancelled.wait, 2)
+
+
+async def test_closing_the_async_client_ends_its_streams_with_an_error_not_a_cancelled_task(small_gateway):
+    small_gateway.hang_after_tokens = 1
+    client = AsyncHeadraceClient(small_gateway.address)
+    events = aiter(client.stream("hello"))
+    await anext(events)
+    await anext(events)
+    reading = asyncio.create_task(anext(events))
+    await asyncio.sleep(0.05)
+    await client.close()
+    with pytest.raises(WorkerUnavailable):
+        await reading
+
+
+def test_a_selector_means_the_intersection_of_what_it_names(client, small_gateway):
+    client.generate("aaaabbbbcccc.")
+    client.generate("aaaadddd.")
+    by_text = client.list_blocks(Selector(prefix_text="aaaabbbb"), with_text=True)
+    assert {block.text for block in by_text.blocks} == {"bbbb", "cccc"}
+    assert client.list_blocks(Selector(prefix_text="aaaabbbb", idle_for_s=5.0)).total_blocks == 0
+    reports = client.evict(Selector(prefix_text="aaaabbbb"))
+    assert all(report.dry_run and report.blocks == 2 for report in reports)
+    assert client.list_blocks().total_blocks == 8
+
+
+BLOCKED = ("torch", "ray", "redis", "transformers", "numpy", "prometheus_client")
+
+
+@pytest.mark.parametrize("module", ["headrace.client", "headrace.admin.cli"])
+def test_the_base_install_imports_without_torch_ray_redis_or_transformers(module):
+    """Fails when any import on the way needs an extra."""
+    block = "import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in BLOCKED)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{block}import {module}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
