@@ -222,8 +222,39 @@ SWEEP_PAGES_MAX = 8
 # A liveness record is about 1 KB; more than this is junk and is not even read.
 MEMBER_RECORD_BYTES_MAX = 16_384
 
+# Junk in Redis is logged once in this time, however much of it there is: one line a minute is seen and fills no disk.
+JUNK_LOG_INTERVAL_MS = 60_000
+
 # Live holders in one deployment; more names than this under the members key are junk, of which a sample is read.
 MEMBERS_MAX = 4_096
+
+# Leases a store node keeps at once: 4,096 readers that never came back hold 4,096 x 2,048 references (64 MB) at worst,
+# for one LEASE_TTL_MS. Beyond it a lookup is a miss.
+STORE_LEASES_MAX = 4_096
+
+# Calls in progress in one store node, streams included; beyond it gRPC refuses at once and the caller recomputes.
+STORE_RPCS_MAX = 256
+
+# A chain may take at most this share of an arena: a prompt longer than the store must not flush everybody else for
+# blocks that its own tail would push out again.
+CHAIN_SHARE_MAX = 0.75
+
+# Namespaces whose lookups a store node counts apart; beyond it the oldest count is folded into nothing and forgotten.
+STORE_NAMESPACES_MAX = 1_024
+
+# Blocks in one listing; the total is reported beside it.
+LIST_BLOCKS_MAX = 10_000
+
+# Waits between tries at an index that is away: short enough to be back within a refresh, doubling from the first.
+INDEX_RETRY_MS = 100
+INDEX_RETRY_MS_MAX = 2_000
+
+# Time that calls in progress get to finish when a store node is stopped.
+STOP_GRACE_MS = 2_000
+
+# How often a store node removes index entries of dead holders, and how many at a time.
+INDEX_SWEEP_MS = 30_000
+INDEX_SWEEP_ENTRIES = 4_096
 
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS

@@ -1,0 +1,71 @@
+"""Liveness records as bytes: msgpack maps with a version, strict in both directions.
+
+A record of this version has exactly the fields of its dataclass, each of exactly its type. Anything else (cut, of
+another type, of another version, with a field more) is JunkRecord: its owner counts as absent, never as half known.
+Adding or renaming a field therefore takes a new RECORD_VERSION.
+"""
+
+from dataclasses import asdict, fields, is_dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+
+from headrace.core.limits import MEMBER_RECORD_BYTES_MAX
+from headrace.core.members import StoreNodeRecord, WorkerRecord
+
+RECORD_VERSION = 1
+
+_KIND_TO_TYPE: dict[str, type[StoreNodeRecord] | type[WorkerRecord]] = {
+    "store_node": StoreNodeRecord,
+    "worker": WorkerRecord,
+}
+
+
+class JunkRecord(ValueError):
+    """Not a record of this version."""
+
+
+def encode_record(record: StoreNodeRecord | WorkerRecord) -> bytes:
+    """`{"version", "kind", "record": {field: value}}`; enums as their text, dataclasses as maps."""
+    kind = "store_node" if isinstance(record, StoreNodeRecord) else "worker"
+    data: bytes = msgpack.packb({"version": RECORD_VERSION, "kind": kind, "record": asdict(record)})
+    assert len(data) <= MEMBER_RECORD_BYTES_MAX, f"a record of {len(data)} bytes would be ignored by its readers"
+    return data
+
+
+def decode_record(data: bytes) -> StoreNodeRecord | WorkerRecord:
+    """The inverse. Raises JunkRecord."""
+    if len(data) > MEMBER_RECORD_BYTES_MAX:
+        raise JunkRecord(f"{len(data)} bytes")
+    try:
+        outer = msgpack.unpackb(data, raw=False)
+    except (ValueError, msgpack.UnpackException) as error:  # UnicodeDecodeError is a ValueError
+        raise JunkRecord(f"not msgpack: {error}") from error
+    if not isinstance(outer, dict) or outer.keys() != {"version", "kind", "record"}:
+        raise JunkRecord("not a versioned record")
+    if outer["version"] != RECORD_VERSION:
+        raise JunkRecord(f"version {str(outer['version'])[:20]}, this is version {RECORD_VERSION}")
+    if not isinstance(outer["kind"], str) or outer["kind"] not in _KIND_TO_TYPE:
+        raise JunkRecord("unknown kind")
+    record: StoreNodeRecord | WorkerRecord = _decode(_KIND_TO_TYPE[outer["kind"]], outer["record"], "record")
+    return record
+
+
+def _decode(wanted: Any, value: Any, where: str) -> Any:
+    """A value as the field type `wanted`: a dataclass, a StrEnum, or str, int, bool (or a NewType of those)."""
+    wanted = getattr(wanted, "__supertype__", wanted)
+    if is_dataclass(wanted) and isinstance(wanted, type):
+        row = {field.name: field.type for field in fields(wanted)}
+        if not isinstance(value, dict) or value.keys() != row.keys():
+            raise JunkRecord(f"{where} has other fields")
+        return wanted(**{name: _decode(kind, value[name], name) for name, kind in row.items()})
+    if isinstance(wanted, type) and issubclass(wanted, StrEnum):
+        try:
+            return wanted(value)
+        except ValueError:
+            raise JunkRecord(f"{where} is unknown") from None
+    assert wanted in (str, int, bool), f"{where}: {wanted} is no type for a record"
+    if type(value) is not wanted:
+        raise JunkRecord(f"{where} is not {wanted.__name__}")
+    return value

@@ -1,0 +1,156 @@
+"""One Redis as this process sees it: few connections, one deadline per call, typed errors, scripts.
+
+Rules kept here, so that `redis_index` and `redis_membership` are only about their keys:
+
+- Every call ends within INDEX_TIMEOUT_MS, waiting for a connection and connecting included. Nothing is retried.
+- Every failure of Redis leaves as IndexUnavailable; after a timeout or a lost connection a circuit breaker answers for
+  a while. A refusal (out of memory, read-only replica) comes at once and therefore does not open it.
+- A connection with an unread reply is closed, whoever was cancelled where: nobody can get another caller's reply.
+- At most `connections_max` connections. A semaphore and a list do that, and not redis-py's BlockingConnectionPool:
+  giving a connection back there awaits a lock, and a cancellation at that point loses the connection for good; here
+  nothing is awaited on the way back.
+
+One instance serves one event loop (connections belong to the loop that opened them).
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import ConfigInvalid, DeadlineExceeded, IndexUnavailable
+from headrace.core.limits import INDEX_PAUSE_MS, INDEX_TIMEOUT_MS
+from headrace.index.circuit_breaker import CircuitBreaker, Ticket
+
+_log = logging.getLogger(__name__)
+
+Argument = bytes | str | int
+
+
+class Script:
+    """A Lua script of `index/scripts`, by file name without the ending."""
+
+    def __init__(self, name: str) -> None:
+        self.text = (resources.files("headrace.index") / "scripts" / f"{name}.lua").read_bytes()
+        self.sha1 = hashlib.sha1(self.text, usedforsecurity=False).hexdigest()
+
+
+class RedisCall:
+    """One connection for the length of one call. Made by `RedisConnections.call` only."""
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self._connection = connection
+        self.unread_replies = 0
+
+    async def round_trip(self, *commands: Sequence[Argument]) -> list[Any]:
+        """Send all commands in one write and read their replies, in order; an error reply is a value in the list."""
+        self.unread_replies += len(commands)
+        await self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
+        replies: list[Any] = []
+        for _ in commands:
+            try:
+                replies.append(await self._connection.read_response(disable_decoding=True))
+            except ResponseError as refusal:
+                replies.append(refusal)
+            self.unread_replies -= 1
+        return replies
+
+    async def run_script(self, script: Script, *, keys: Sequence[bytes], arguments: Sequence[Argument]) -> Any:
+        """Run a script in one round trip; in two when the server does not know it (it was restarted empty)."""
+        operands = (len(keys), *keys, *arguments)
+        [reply] = await self.round_trip(("EVALSHA", script.sha1, *operands))
+        if isinstance(reply, NoScriptError):
+            [reply] = await self.round_trip(("EVAL", script.text, *operands))
+        if isinstance(reply, ResponseError):
+            raise reply
+        return reply
+
+
+class RedisConnections:
+    """Owner of this process's connections to one Redis for one purpose."""
+
+    def __init__(self, redis_url: str, *, connections_max: int, clock: Clock) -> None:
+        """Connects when first used. Raises ConfigInvalid when the URL cannot be read."""
+        try:
+            # Used for reading the URL and making connections only. RESP2 without client information: a new connection
+            # needs no round trip before its first command (with a password or a database number it needs one).
+            self._factory = ConnectionPool.from_url(
+                redis_url,
+                protocol=2,
+                driver_info=None,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=None,
+                socket_connect_timeout=None,
+            )
+        except ValueError as error:
+            raise ConfigInvalid("redis_url", f"cannot be read: {error}") from error
+        self._clock = clock
+        self._breaker = CircuitBreaker(pause_s=INDEX_PAUSE_MS / 1000, clock=clock)
+        self._slots = asyncio.Semaphore(connections_max)
+        self._idle: list[AbstractConnection] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[RedisCall]:
+        """Everything inside the block shares one connection and one deadline. Raises IndexUnavailable."""
+        self._check_loop()
+        ticket = self._breaker.admit()
+        if ticket is None:
+            raise IndexUnavailable("Redis failed a moment ago and is left alone for now")
+        try:
+            async with Deadline.after(INDEX_TIMEOUT_MS / 1000, self._clock).scope("index"), self._slots:
+                connection = self._idle.pop() if self._idle else self._factory.make_connection()
+                call, is_ready = RedisCall(connection), False
+                try:
+                    await self._factory.ensure_connection(connection)
+                    is_ready = True
+                    yield call
+                finally:
+                    if is_ready and call.unread_replies == 0:
+                        self._idle.append(connection)
+                    else:
+                        await connection.disconnect(nowait=True)
+        except (DeadlineExceeded, RedisConnectionError, RedisTimeoutError, OSError) as error:
+            raise self._failed(ticket, error) from error
+        except RedisError as error:
+            self._succeeded(ticket)
+            if isinstance(error, ReadOnlyError):
+                await self.close()  # there was a failover: new connections may find the new primary
+            raise IndexUnavailable(f"Redis refuses: {error}") from error
+        except BaseException:
+            self._breaker.abandoned(ticket)
+            raise
+        else:
+            self._succeeded(ticket)
+
+    async def close(self) -> None:
+        """Close the idle connections. Those under way are closed or kept by the call that uses them."""
+        while self._idle:
+            await self._idle.pop().disconnect(nowait=True)
+
+    def _succeeded(self, ticket: Ticket) -> None:
+        if self._breaker.succeeded(ticket):
+            _log.warning("Redis answers again")
+
+    def _failed(self, ticket: Ticket, error: Exception) -> IndexUnavailable:
+        why = f"no answer in {INDEX_TIMEOUT_MS} ms" if isinstance(error, DeadlineExceeded) else f"{error}"
+        if self._breaker.failed(ticket):
+            _log.warning("Redis is unavailable (%s); requests go on without reuse until it answers again", why)
+        return IndexUnavailable(why)
+
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        assert self._loop is loop, "made for another event loop; make one per loop"

@@ -1,0 +1,104 @@
+"""Who is alive, in Redis: implements `Membership`. The layout is in `redis_keys`, the races in `scripts/*.lua`."""
+
+from collections.abc import Sequence
+
+from headrace.core.block import HolderId
+from headrace.core.clock import Clock, SystemClock
+from headrace.core.limits import MEMBER_RECORD_BYTES_MAX, MEMBERS_MAX, MEMBERSHIP_CONNECTIONS_MAX
+from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.index.junk_count import JunkCount
+from headrace.index.member_records import JunkRecord, decode_record, encode_record
+from headrace.index.redis_connections import RedisConnections, Script
+from headrace.index.redis_keys import (
+    INCARNATION_DIGITS,
+    MEMBER_IDS_KEY,
+    MEMBER_KEY_PREFIX,
+    incarnation_text,
+    member_key,
+    parse_incarnation,
+)
+
+_ANNOUNCE = Script("announce")
+_WITHDRAW = Script("withdraw")
+_READ_MEMBERS = Script("read_members")
+
+
+class RedisMembership:
+    """Records under a TTL in Redis. One instance per event loop; connects when first used."""
+
+    def __init__(self, redis_url: str, *, clock: Clock | None = None) -> None:
+        clock = clock or SystemClock()
+        self._redis = RedisConnections(redis_url, connections_max=MEMBERSHIP_CONNECTIONS_MAX, clock=clock)
+        self._junk = JunkCount(clock)
+        self._unconfirmed: set[HolderId] = set()  # own records of which the last announcement's outcome is not known
+
+    @property
+    def junk_records(self) -> int:
+        """Records that were ignored so far because they do not parse."""
+        return self._junk.total
+
+    async def announce(self, record: StoreNodeRecord | WorkerRecord, *, ttl_ms: int) -> bool:
+        """Put or refresh a record; True when it did not stand before, or when that is not known.
+
+        It is not known after a failed or cancelled announcement: Redis may have come back empty and taken the record,
+        and only the reply was lost. Without this the owner's blocks would never be found again.
+        """
+        holder = record.holder_id
+        is_unknown = holder in self._unconfirmed
+        self._unconfirmed.add(holder)
+        incarnation = incarnation_text(record.incarnation)
+        value = incarnation + b":" + encode_record(record)
+        async with self._redis.call() as redis:
+            outcome = await redis.run_script(
+                _ANNOUNCE,
+                keys=[MEMBER_IDS_KEY, member_key(holder)],
+                arguments=[holder, incarnation, value, ttl_ms],
+            )
+        self._unconfirmed.discard(holder)
+        return outcome == 1 or (outcome == 0 and is_unknown)
+
+    async def withdraw(self, record: StoreNodeRecord | WorkerRecord) -> None:
+        """Remove a record now, unless a newer incarnation has replaced it."""
+        holder = record.holder_id
+        async with self._redis.call() as redis:
+            await redis.run_script(
+                _WITHDRAW,
+                keys=[MEMBER_IDS_KEY, member_key(holder)],
+                arguments=[holder, incarnation_text(record.incarnation)],
+            )
+
+    async def store_nodes(self) -> tuple[StoreNodeRecord, ...]:
+        """Live store nodes, by holder id."""
+        return tuple(record for record in await self._read() if isinstance(record, StoreNodeRecord))
+
+    async def workers(self) -> tuple[WorkerRecord, ...]:
+        """Live workers, by holder id."""
+        return tuple(record for record in await self._read() if isinstance(record, WorkerRecord))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._redis.close()
+
+    async def _read(self) -> list[StoreNodeRecord | WorkerRecord]:
+        async with self._redis.call() as redis:
+            junk, *pairs = await redis.run_script(
+                _READ_MEMBERS,
+                keys=[MEMBER_IDS_KEY],
+                arguments=[MEMBER_KEY_PREFIX, MEMBERS_MAX, MEMBER_RECORD_BYTES_MAX],
+            )
+        records = _parse_members(pairs)
+        self._junk.add(junk + len(pairs) // 2 - len(records), "member records")
+        return sorted(records, key=lambda record: record.holder_id)
+
+
+def _parse_members(pairs: Sequence[bytes]) -> list[StoreNodeRecord | WorkerRecord]:
+    """Records among {holder, value, holder, value, ...}; leaves out what does not parse or lies under another's key."""
+    records = []
+    for holder, value in zip(pairs[::2], pairs[1::2], strict=True):
+        try:
+            record = decode_record(value[INCARNATION_DIGITS + 1 :])
+        except JunkRecord:
+            continue
+        if record.holder_id.encode() == holder and parse_incarnation(value) == record.incarnation:
+            records.append(record)
+    return records
