@@ -2,8 +2,8 @@
 
 Owns format version 1 of the header (docs/block-format.md). One msgpack array in fixed order; its last element is the
 xxh3-64 of everything before it, so that a truncation or a flipped bit is refused before anything is read out of it.
-Decoding is strict: unknown versions, other types, non-canonical spellings and oversize are `BlockCorrupt`, never a guess.
-Knows nothing of slots, files or the network.
+Decoding is strict: unknown versions, other types, non-canonical spellings and oversize are `BlockCorrupt`, never a
+guess. Knows nothing of slots, files or the network.
 """
 
 import struct
@@ -19,8 +19,11 @@ from headrace.core.block import (
     FORMAT_VERSION,
     BlockHash,
     BlockHeader,
+    HashAlgorithm,
     KvLayout,
     NamespaceId,
+    hash_block,
+    root_hash,
 )
 from headrace.core.errors import BlockCorrupt
 from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, HEADER_BYTES_MAX
@@ -59,7 +62,7 @@ def encode_header(header: BlockHeader) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> BlockHeader:
-    """Parse header bytes. Raises BlockCorrupt, naming what is wrong, for anything that `encode_header` did not write."""
+    """Parse header bytes. Raises BlockCorrupt, naming what is wrong, for what `encode_header` did not write."""
     if len(data) > HEADER_BYTES_MAX:
         raise _corrupt(f"header is longer than {HEADER_BYTES_MAX} bytes")
     raw = bytes(data)
@@ -105,6 +108,15 @@ def verify_header(
         if found != expected:
             shown = "differs" if name == "token_ids" else f"is {_show(found)}, expected {_show(expected)}"
             raise BlockCorrupt(block_hash, f"header field {name} {shown}")
+
+
+def verify_identity(header: BlockHeader) -> None:
+    """The header's hash follows from its parent and token ids. Raises BlockCorrupt."""
+    algorithm = HashAlgorithm.SHA256 if len(header.block_hash) == 32 else HashAlgorithm.XXH3_128
+    if header.position == 0 and header.parent_hash != root_hash(header.namespace):
+        raise BlockCorrupt(header.block_hash, "parent_hash is not the namespace's root")
+    if hash_block(header.namespace, header.parent_hash, header.token_ids, algorithm) != header.block_hash:
+        raise BlockCorrupt(header.block_hash, "block_hash does not follow from parent_hash and token_ids")
 
 
 def _seal(body: bytes) -> bytes:

@@ -54,7 +54,7 @@ class ExtentPool:
     def release(self, start: int, units: int) -> None:
         """Give an extent back and merge it with free neighbours."""
         assert units > 0
-        assert 0 <= start
+        assert start >= 0
         assert start + units <= self.num_units
         self.free_units += units
         if start in self._end_to_start:  # an extent ends where this one starts

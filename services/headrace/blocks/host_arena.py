@@ -310,6 +310,8 @@ def _replace(path: Path, old_fd: int, total_bytes: int) -> int:
     reusable = os.fstat(old_fd).st_blocks * 512
     room = file_system.f_bavail * file_system.f_frsize + reusable
     if room < total_bytes:
+        if os.fstat(old_fd).st_size == 0:
+            path.unlink(missing_ok=True)  # made by taking the lock just now
         need, have = total_bytes >> 20, room >> 20
         raise ConfigInvalid(
             "arena_mb", f"{need} MiB do not fit: {path.parent} has {have} MiB free; lower arena_mb or enlarge it"

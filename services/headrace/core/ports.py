@@ -97,8 +97,11 @@ class BlockSource(Protocol):
         BlockMissing, LeaseExpired, StoreUnavailable; what was delivered before stays good."""
         ...
 
-    async def release(self, lease: Lease) -> None:
-        """End the lease. Idempotent; never raises for a lease that is already gone."""
+    async def release(self, lease: Lease, *, suspects: Sequence[int] = ()) -> None:
+        """End the lease. Idempotent; never raises for a lease that is already gone.
+
+        `suspects`: indices of leased blocks whose bytes did not check out; the node looks at them again and drops
+        broken ones, so that the next publisher can store them anew."""
         ...
 
 

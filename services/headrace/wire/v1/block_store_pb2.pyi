@@ -40,10 +40,12 @@ class LeasedBlock(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., header: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "suspect_blocks")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+    suspect_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[str] = ..., suspect_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

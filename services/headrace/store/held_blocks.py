@@ -1,0 +1,194 @@
+"""The blocks that a store node holds, as a tree by parent, and the order in which leaves may go.
+
+Owns parent and child links, visibility and recency. A block is *visible* when it and every block before it are
+committed: only visible blocks are looked up, leased and registered, so what others see is closed under prefixes
+whatever order a chain's blocks are committed in. Knows nothing of bytes, leases' owners or the index.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.core.block import BlockHash, BlockHeader, NamespaceId, root_hash
+
+BlockKey = tuple[NamespaceId, BlockHash]
+
+
+class SlotState(StrEnum):
+    """Life of a slot; free slots have no block. Draining: deregistered, no new leases, freed when the last one ends."""
+
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, eq=False)
+class HeldBlock:
+    """One slot in use. Mutable; owned by `HeldBlocks` and the node, never handed out."""
+
+    header: BlockHeader
+    header_bytes: bytes
+    slot: int
+    slot_bytes: int
+    state: SlotState
+    created_s: float
+    used_s: float
+    parent: "HeldBlock | None" = None
+    children: dict[BlockHash, "HeldBlock"] = field(default_factory=dict)
+    visible: bool = False
+    leases: int = 0
+    hits: int = 0
+    reservation_id: str = ""
+
+    @property
+    def key(self) -> BlockKey:
+        """Its name in the node."""
+        return (self.header.namespace, self.header.block_hash)
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether eviction may take it now: committed, unread, and nothing stands on it."""
+        return self.state is SlotState.COMMITTED and self.leases == 0 and not self.children
+
+
+class HeldBlocks:
+    """All blocks of one node by key, with links. The caller decides; this keeps the links and the order right."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockKey, HeldBlock] = {}
+        self._leaf_heap: list[tuple[float, int, int, HeldBlock]] = []  # (used, -position, serial, block)
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[HeldBlock]:
+        return iter(self._blocks.values())
+
+    def get(self, namespace: NamespaceId, block_hash: BlockHash) -> HeldBlock | None:
+        """The block of that name, in any state but draining: a draining block is already gone for everyone."""
+        block = self._blocks.get((namespace, block_hash))
+        return None if block is None or block.state is SlotState.DRAINING else block
+
+    def occupied(self, namespace: NamespaceId, block_hash: BlockHash) -> bool:
+        """Whether a block of that name exists at all, draining included."""
+        return (namespace, block_hash) in self._blocks
+
+    def has_parent_for(self, header: BlockHeader) -> bool:
+        """Whether the block before this one is held (written or being written) at the position before it."""
+        if header.position == 0:
+            return header.parent_hash == root_hash(header.namespace)
+        parent = self.get(header.namespace, header.parent_hash)
+        return parent is not None and parent.header.position == header.position - 1
+
+    def add(self, block: HeldBlock) -> None:
+        """Link a block under its parent, which must be held."""
+        assert block.key not in self._blocks
+        assert self.has_parent_for(block.header)
+        if block.header.position > 0:
+            block.parent = self._blocks[(block.header.namespace, block.header.parent_hash)]
+            block.parent.children[block.header.block_hash] = block
+        self._blocks[block.key] = block
+
+    def remove(self, block: HeldBlock) -> None:
+        """Unlink a block that nothing stands on; its parent may become a leaf."""
+        assert not block.children, "a block left before the blocks that stand on it"
+        del self._blocks[block.key]
+        block.visible = False
+        if block.parent is not None:
+            del block.parent.children[block.header.block_hash]
+            self.offer(block.parent)
+            block.parent = None
+
+    def became_committed(self, block: HeldBlock) -> list[HeldBlock]:
+        """Blocks that become visible because this one was committed, parents first; marks them."""
+        if block.parent is not None and not block.parent.visible:
+            return []
+        shown, waiting = [], [block]
+        while waiting:
+            candidate = waiting.pop()
+            if candidate.state is SlotState.COMMITTED and not candidate.visible:
+                candidate.visible = True
+                shown.append(candidate)
+                waiting.extend(candidate.children.values())
+        return shown
+
+    def run(self, namespace: NamespaceId, chain: tuple[BlockHash, ...], *, first_block: int) -> list[HeldBlock]:
+        """Visible blocks of a chain from `first_block` on, without a gap, each at its own position."""
+        found = []
+        for position in range(first_block, len(chain)):
+            block = self._blocks.get((namespace, chain[position]))
+            if block is None or not block.visible or block.header.position != position:
+                break
+            found.append(block)
+        return found
+
+    def touch(self, block: HeldBlock, now_s: float) -> None:
+        """Note a use of a block and of all before it, so that no block is ever fresher than its parent."""
+        walked: HeldBlock | None = block
+        while walked is not None and walked.used_s < now_s:
+            walked.used_s = now_s
+            walked = walked.parent
+        self.offer(block)
+
+    def offer(self, block: HeldBlock) -> None:
+        """Tell the eviction order that a block may have become a candidate; called whenever that can have changed."""
+        if not block.can_leave:
+            return
+        if len(self._leaf_heap) > 64 + 2 * len(self._blocks):
+            self._rebuild_heap()  # stale entries outnumber blocks: keeps memory bounded by the number of blocks
+        self._serial += 1
+        heapq.heappush(self._leaf_heap, (block.used_s, -block.header.position, self._serial, block))
+
+    def oldest_leaf(self, *, keep: HeldBlock | None) -> HeldBlock | None:
+        """The least recently used block that may leave, deepest first among equals; None when there is none.
+
+        `keep` (the parent of a block that is about to be written) is never returned, and stays a candidate.
+        """
+        kept = None
+        found = None
+        while self._leaf_heap:
+            entry = heapq.heappop(self._leaf_heap)
+            used_s, _, _, block = entry
+            if self._blocks.get(block.key) is not block or not block.can_leave or block.used_s != used_s:
+                continue  # stale: a fresh entry was pushed when it changed
+            if block is keep:
+                kept = entry
+                continue
+            found = block
+            break
+        if kept is not None:
+            heapq.heappush(self._leaf_heap, kept)
+        return found
+
+    def with_descendants(self, block: HeldBlock) -> list[HeldBlock]:
+        """A block and all that stand on it, parents first (reverse it to remove them)."""
+        found = [block]
+        for member in found:  # grows while walked
+            found.extend(member.children.values())
+        return found
+
+    def check_integrity(self) -> None:
+        """Links are mutual, visibility is closed under parents, and every block that may leave is in the order."""
+        live = {id(entry[3]) for entry in self._leaf_heap if entry[0] == entry[3].used_s}
+        for key, block in self._blocks.items():
+            assert block.key == key
+            assert (block.parent is None) == (block.header.position == 0)
+            if block.parent is not None:
+                assert self._blocks.get(block.parent.key) is block.parent, "the parent of a held block is gone"
+                assert block.parent.children[block.header.block_hash] is block
+                assert block.parent.header.position == block.header.position - 1
+                assert block.used_s <= block.parent.used_s or not block.visible, "a block is fresher than its parent"
+            for child in block.children.values():
+                assert child.parent is block
+            parent_visible = block.parent is None or block.parent.visible
+            committed = block.state is SlotState.COMMITTED
+            assert block.visible == (parent_visible and committed), "visibility is not what states say"
+            assert not block.can_leave or id(block) in live, "a block that may leave is not in the eviction order"
+
+    def _rebuild_heap(self) -> None:
+        candidates = [block for block in self._blocks.values() if block.can_leave]
+        self._leaf_heap = [(b.used_s, -b.header.position, n, b) for n, b in enumerate(candidates)]
+        self._serial = len(candidates)
+        heapq.heapify(self._leaf_heap)

@@ -1,0 +1,56 @@
+"""Decide which blocks an operator's eviction takes. Pure: the node carries the plan out.
+
+A block can leave only after all that stand on it, and never while it is read or written; so the plan is closed under
+descendants and ordered tail first.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.core.generation import EvictSelector
+from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPlan:
+    """Blocks to remove, in removal order, and how many matching blocks stay because they or their tails are in use."""
+
+    victims: tuple[HeldBlock, ...]
+    skipped_leased_blocks: int
+
+
+def plan_eviction(blocks: HeldBlocks, selector: EvictSelector, *, now_s: float) -> EvictionPlan:
+    """Select committed blocks, then drop from the plan whatever a leased or reserved descendant stands on.
+
+    The selector is an intersection: namespace, any of the hashes with all their descendants, idle for at least so long.
+    A use counts for all blocks before the used one, so an idle block never has a block in use behind it.
+    `selector.model` must have been turned into namespaces by the caller: a node knows no model names.
+    """
+    assert selector.model is None, "the caller resolves a model to its namespaces"
+    matched = sorted(select_blocks(blocks, selector, now_s=now_s), key=lambda b: -b.header.position)
+    going: set[int] = set()
+    victims, skipped = [], 0
+    for block in matched:  # deepest first: children are decided before their parents
+        if block.state is not SlotState.COMMITTED:
+            continue
+        if block.leases == 0 and all(id(child) in going for child in block.children.values()):
+            going.add(id(block))
+            victims.append(block)
+        else:
+            skipped += 1
+    return EvictionPlan(victims=tuple(victims), skipped_leased_blocks=skipped)
+
+
+def select_blocks(blocks: HeldBlocks, selector: EvictSelector, *, now_s: float) -> list[HeldBlock]:
+    """Held blocks that a selector means, in no particular order."""
+    pool: Iterable[HeldBlock] = blocks
+    if selector.block_hashes:
+        named = set(selector.block_hashes)
+        roots = [block for block in blocks if block.header.block_hash in named]
+        pool = {id(b): b for root in roots for b in blocks.with_descendants(root)}.values()
+    return [
+        block
+        for block in pool
+        if (selector.namespace is None or block.header.namespace == selector.namespace)
+        and (selector.idle_for_s is None or now_s - block.used_s >= selector.idle_for_s)
+    ]

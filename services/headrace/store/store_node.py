@@ -1,0 +1,499 @@
+"""One store node's books: which blocks are held, who reads them, who writes them, and which go when room is needed.
+
+    free --reserve--> reserved --commit--> committed --evict--> free
+                         |                     |--found corrupt while read--> draining --last lease ends--> free
+                         '--abort, expiry--> free
+
+Synchronous, without I/O, on an injected clock, with one owner (the event loop of the node's process): every method is
+one step, so nothing can happen between a check and the act that relies on it.
+
+The order in which a block goes: (1) its removal is handed to `changes`, which sends removals and additions to the
+index in this order; (2) its record in the arena is cleared; (3) its units may be given to a new block. The index may
+lag behind by what is queued, and a reader that follows a stale entry gets a shorter lease, which is a miss.
+
+A writer whose reservation expired may still write into memory that someone else owns by now. Nothing can stop a process
+that stalled between its last check and its store; so commit checks the payload's checksum, readers check the bytes that
+they copied, and a block reported as suspect is checked again and dropped. Its late commit raises LeaseExpired.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from headrace.blocks.block_codec import encode_header, verify_identity
+from headrace.blocks.claims import LeasedBlock, LeasedRun, SlotOutcome, SlotReserved
+from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
+from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, Tier, payload_digest
+from headrace.core.clock import Clock
+from headrace.core.errors import BlockCorrupt, LeaseExpired
+from headrace.core.generation import BlockInfo, EvictReport, EvictSelector, HolderStat
+from headrace.core.limits import (
+    CHAIN_SHARE_MAX,
+    LEASE_BLOCKS_MAX,
+    LEASE_TTL_MS,
+    LIST_BLOCKS_MAX,
+    RESERVATION_TTL_MS,
+    STORE_LEASES_MAX,
+    STORE_NAMESPACES_MAX,
+)
+from headrace.core.ports import AlreadyStored, NotStored
+from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
+from headrace.store.plan_eviction import plan_eviction, select_blocks
+from headrace.store.recover_arena import RecoveredArena
+
+
+class BlockChanges(Protocol):
+    """Where a node says what became readable and what is about to go. Called in order, must not block or raise."""
+
+    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None: ...
+
+    def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None: ...
+
+
+class IgnoreChanges:
+    """For a node that no index follows (tests, simulation)."""
+
+    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
+        """Nobody listens."""
+
+    def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
+        """Nobody listens."""
+
+
+@dataclass(slots=True)
+class _HeldLease:
+    blocks: tuple[HeldBlock, ...]
+    expires_at_s: float
+
+
+@dataclass(slots=True)
+class _HeldReservation:
+    block: HeldBlock
+    expires_at_s: float
+
+
+@dataclass(slots=True)
+class _NamespaceBooks:
+    """Lookups of one namespace in blocks; in tokens once a block told how many tokens one has."""
+
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    block_tokens: int = 0
+
+
+@dataclass(slots=True)
+class NodeCounters:
+    """What happened since start; only ever rising."""
+
+    evicted_for_room: int = 0
+    evicted_by_operator: int = 0
+    dropped_corrupt: int = 0
+    dropped_orphans: int = 0
+    expired_leases: int = 0
+    expired_reservations: int = 0
+    refused_blocks: int = 0
+    committed_blocks: int = 0
+    committed_bytes: int = 0
+    namespaces: dict[NamespaceId, _NamespaceBooks] = field(default_factory=dict)
+
+
+class StoreNode:
+    """The owner of an arena. Times to live are parameters for tests; everyone else takes the limits."""
+
+    def __init__(
+        self,
+        arena: HostArena,
+        *,
+        node_id: str,
+        clock: Clock,
+        changes: BlockChanges | None = None,
+        recovered: RecoveredArena | None = None,
+        lease_ttl_ms: int = LEASE_TTL_MS,
+        reservation_ttl_ms: int = RESERVATION_TTL_MS,
+    ) -> None:
+        self.node_id = node_id
+        self.holder_id = HolderId(f"node:{node_id}")
+        self.counters = NodeCounters()
+        self._arena = arena
+        self._clock = clock
+        self._changes: BlockChanges = IgnoreChanges() if changes is None else changes
+        self._lease_ttl_ms = lease_ttl_ms
+        self._reservation_ttl_ms = reservation_ttl_ms
+        self._blocks = HeldBlocks()
+        # Equal times to live make insertion order the order of expiry.
+        self._leases: dict[str, _HeldLease] = {}
+        self._reservations: dict[str, _HeldReservation] = {}
+        self._serial = 0
+        self._block_units = 0  # size of the last block reserved: the unit in which free room is reported
+        self.incarnation = arena.begin_incarnation(clock.unix_ms())
+        for block in recovered.blocks if recovered is not None else ():
+            self._add_block(block.header, block.header_bytes, slot=block.slot, state=SlotState.COMMITTED)
+            self._show(self._blocks.get(block.header.namespace, block.header.block_hash))
+
+    # Readers
+
+    def lookup(self, namespace: NamespaceId, chain: Chain) -> int:
+        """How many leading blocks of the chain can be leased now. Takes nothing and counts nothing."""
+        return len(self._blocks.run(namespace, chain, first_block=0))
+
+    def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int) -> LeasedRun:
+        """Claim blocks `first_block..` as far as they are held without a gap, at most LEASE_BLOCKS_MAX of them."""
+        self.expire()
+        run = self._blocks.run(namespace, chain, first_block=first_block)[:LEASE_BLOCKS_MAX]
+        if len(self._leases) >= STORE_LEASES_MAX:
+            run = []
+        books = self._books(namespace)
+        books.lookup_blocks += max(0, len(chain) - first_block)
+        books.hit_blocks += len(run)
+        if not run:
+            return LeasedRun(lease_id="", incarnation=self.incarnation, expires_in_ms=0, blocks=())
+        now_s = self._clock.now_s()
+        for block in run:
+            block.leases += 1
+            block.hits += 1
+        self._blocks.touch(run[-1], now_s)
+        lease_id = self._new_id("l")
+        self._leases[lease_id] = _HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000)
+        return LeasedRun(
+            lease_id=lease_id,
+            incarnation=self.incarnation,
+            expires_in_ms=self._lease_ttl_ms,
+            blocks=tuple(LeasedBlock(b.slot, b.header, b.header_bytes) for b in run),
+        )
+
+    def leased_payloads(self, lease_id: str) -> Iterator[memoryview]:
+        """The leased blocks' payloads in place, read-only, in order. Raises LeaseExpired as soon as the lease is gone.
+
+        Each view is good until the lease ends; a caller that waits between two looks at one must ask `holds_lease`.
+        """
+        index = 0
+        while True:
+            held = self._leases.get(lease_id)
+            if held is None or held.expires_at_s <= self._clock.now_s():
+                raise LeaseExpired(lease_id)
+            if index == len(held.blocks):
+                return
+            block = held.blocks[index]
+            yield self._arena.payload(block.slot, block.header.payload_bytes).toreadonly()
+            index += 1
+
+    def holds_lease(self, lease_id: str) -> bool:
+        """Whether the lease still protects its blocks."""
+        held = self._leases.get(lease_id)
+        return held is not None and held.expires_at_s > self._clock.now_s()
+
+    def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:
+        """End a lease; unknown ones are fine. `suspects` are indices of leased blocks whose bytes did not check out:
+        each is checked here again, and dropped with all that stand on it when it is really broken."""
+        held = self._leases.pop(lease_id, None)
+        if held is None:
+            return
+        broken = [held.blocks[i] for i in suspects if 0 <= i < len(held.blocks) and not self._whole(held.blocks[i])]
+        self._end_lease(held)
+        for block in broken:
+            if self._blocks.get(*block.key) is block:
+                self.counters.dropped_corrupt += 1
+                self._drain(block)
+
+    # Writers
+
+    def reserve(self, headers: Sequence[BlockHeader]) -> tuple[SlotOutcome, ...]:
+        """Claim a slot for each header, in chain order, making room by eviction. Raises BlockCorrupt for a header
+        whose hash does not follow from its parent and token ids: nothing is reserved then."""
+        for header in headers:
+            verify_identity(header)
+        self.expire()
+        return tuple(self._reserve_one(header) for header in headers)
+
+    def commit(self, reservation_id: str, payload_xxh3: int) -> None:
+        """Make a filled block readable once its payload has the checksum that the writer claims. Idempotent only in
+        effect: a second commit raises LeaseExpired, the block stays. BlockCorrupt frees the slot."""
+        held = self._reservations.get(reservation_id)
+        if held is None or held.expires_at_s <= self._clock.now_s():
+            self.expire()
+            raise LeaseExpired(reservation_id)
+        block = held.block
+        with self._arena.payload(block.slot, block.header.payload_bytes) as payload:
+            found = payload_digest(payload)
+        if found != payload_xxh3:
+            self._drop_reserved(block)
+            why = f"payload checksum is {found:016x}, the writer says {payload_xxh3:016x}"
+            raise BlockCorrupt(block.header.block_hash, why)
+        del self._reservations[reservation_id]
+        block.header = replace(block.header, payload_xxh3=payload_xxh3)
+        block.header_bytes = encode_header(block.header)
+        self._arena.commit(block.slot, block.header_bytes)
+        block.state = SlotState.COMMITTED
+        block.reservation_id = ""
+        self.counters.committed_blocks += 1
+        self.counters.committed_bytes += block.header.payload_bytes
+        self._show(block)
+
+    def reserved_buffer(self, reservation_id: str) -> memoryview:
+        """The slot of a reservation, to be filled by whoever receives a remote writer's bytes. Raises LeaseExpired."""
+        held = self._reservations.get(reservation_id)
+        if held is None or held.expires_at_s <= self._clock.now_s():
+            raise LeaseExpired(reservation_id)
+        return self._arena.payload(held.block.slot, held.block.header.payload_bytes)
+
+    def abort(self, reservation_id: str) -> None:
+        """Give a slot back unwritten, with every reservation that stands on it; unknown ids are fine."""
+        held = self._reservations.get(reservation_id)
+        if held is not None:
+            self._drop_reserved(held.block)
+
+    # The clock, operators
+
+    def expire(self) -> int:
+        """End every lease and reservation whose time is up; returns how many."""
+        now_s = self._clock.now_s()
+        ended = 0
+        while self._leases:
+            lease_id, lease = next(iter(self._leases.items()))
+            if lease.expires_at_s > now_s:
+                break
+            del self._leases[lease_id]
+            self._end_lease(lease)
+            self.counters.expired_leases += 1
+            ended += 1
+        while self._reservations:
+            reservation = next(iter(self._reservations.values()))
+            if reservation.expires_at_s > now_s:
+                break
+            self._drop_reserved(reservation.block)
+            self.counters.expired_reservations += 1
+            ended += 1
+        return ended
+
+    def evict(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
+        """Remove what the selector means and is not in use, tails first; dry, only say what would go."""
+        self.expire()
+        plan = plan_eviction(self._blocks, selector, now_s=self._clock.now_s())
+        report = EvictReport(
+            holder=self.holder_id,
+            blocks=len(plan.victims),
+            tokens=sum(len(block.header.token_ids) for block in plan.victims),
+            bytes=sum(block.slot_bytes for block in plan.victims),
+            skipped_leased_blocks=plan.skipped_leased_blocks,
+            dry_run=dry_run,
+        )
+        if not dry_run:
+            for block in plan.victims:
+                self._remove(block)
+            self.counters.evicted_by_operator += len(plan.victims)
+        return report
+
+    def list_blocks(self, selector: EvictSelector, *, limit: int = LIST_BLOCKS_MAX) -> tuple[list[BlockInfo], int]:
+        """Readable blocks that the selector means, heads first, at most `limit` of them; and how many in all."""
+        now_s, unix_ms = self._clock.now_s(), self._clock.unix_ms()
+        selected = [block for block in select_blocks(self._blocks, selector, now_s=now_s) if block.visible]
+        selected.sort(key=lambda b: (b.header.namespace, b.header.position, b.created_s))
+        infos = [
+            BlockInfo(
+                namespace=block.header.namespace,
+                block_hash=block.header.block_hash,
+                parent_hash=block.header.parent_hash,
+                position=block.header.position,
+                token_ids=block.header.token_ids,
+                bytes=block.slot_bytes,
+                holder=self.holder_id,
+                tier=Tier.HOST,
+                hits=block.hits,
+                age_s=max(0.0, (unix_ms - block.header.created_unix_ms) / 1_000),
+                idle_s=max(0.0, now_s - block.used_s),
+                leases=block.leases,
+            )
+            for block in selected[: min(limit, LIST_BLOCKS_MAX)]
+        ]
+        return infos, len(selected)
+
+    def stat(self) -> HolderStat:
+        """The books. Free room is counted in blocks of the size last written, so totals move when sizes mix."""
+        self.expire()
+        reserved = len(self._reservations)
+        units = self._block_units or 1
+        free = self._arena.fits(units) if self._block_units else 0
+        counters = self.counters
+        known = counters.namespaces.values()
+        return HolderStat(
+            holder=self.holder_id,
+            tier=Tier.HOST,
+            incarnation=self.incarnation,
+            total_blocks=free + len(self._blocks),
+            free_blocks=free,
+            committed_blocks=len(self._blocks) - reserved,
+            reserved_blocks=reserved,
+            leased_blocks=sum(1 for block in self._blocks if block.leases),
+            block_bytes=units * UNIT_BYTES if self._block_units else 0,
+            lookups_tokens=sum(books.lookup_blocks * books.block_tokens for books in known),
+            hits_tokens=sum(books.hit_blocks * books.block_tokens for books in known),
+            evicted_blocks=counters.evicted_for_room + counters.evicted_by_operator + counters.dropped_corrupt,
+        )
+
+    def inventory(self) -> list[tuple[NamespaceId, BlockHash]]:
+        """Every readable block, parents before children: what the index should say of this node."""
+        visible = sorted((b for b in self._blocks if b.visible), key=lambda b: b.header.position)
+        return [block.key for block in visible]
+
+    def renew_incarnation(self) -> int:
+        """Void everything the index says of this node at once; the caller registers the inventory anew."""
+        self.incarnation = self._arena.begin_incarnation(self._clock.unix_ms())
+        return self.incarnation
+
+    def check_integrity(self) -> None:
+        """Free + committed + reserved == total, in units; leases and reservations refer to live blocks; links hold."""
+        self._arena.check_integrity()
+        self._blocks.check_integrity()
+        slots = {block.slot: block.slot_bytes // UNIT_BYTES for block in self._blocks}
+        assert slots == self._arena.slot_units(), "slots in use are not exactly the blocks held"
+        assert sum(b.slot_bytes for b in self._blocks) + self._arena.free_bytes == self._arena.data_bytes
+        committed = {record.slot for record in self._arena.records()}
+        readable = {b.slot for b in self._blocks if b.state is SlotState.COMMITTED}
+        assert committed == readable, "the arena's records are not exactly the committed blocks"
+        lease_counts: dict[int, int] = {}
+        for lease in self._leases.values():
+            for block in lease.blocks:
+                lease_counts[id(block)] = lease_counts.get(id(block), 0) + 1
+        for block in self._blocks:
+            assert block.leases == lease_counts.pop(id(block), 0), "lease counts do not match leases"
+            reserved = block.state is SlotState.RESERVED
+            assert reserved == (block.reservation_id in self._reservations), "a reserved block without its reservation"
+            assert block.state is not SlotState.DRAINING or block.leases or block.children, "a drained slot was kept"
+        assert not lease_counts, "a lease refers to a block that is gone"
+        for reservation_id, reservation in self._reservations.items():
+            assert reservation.block.reservation_id == reservation_id
+            assert self._blocks.get(*reservation.block.key) is reservation.block
+
+    # Steps
+
+    def _reserve_one(self, header: BlockHeader) -> SlotOutcome:
+        block_hash = header.block_hash
+        header = replace(header, payload_xxh3=0)
+        if self._blocks.get(header.namespace, block_hash) is not None:
+            return AlreadyStored(block_hash)
+        header_bytes = encode_header(header)
+        units = units_for(header.payload_bytes, len(header_bytes))
+        fair = (header.position + 1) * units <= CHAIN_SHARE_MAX * self._arena.num_units
+        draining = self._blocks.occupied(header.namespace, block_hash)
+        if draining or not fair or not self._blocks.has_parent_for(header):
+            self.counters.refused_blocks += 1
+            return NotStored(block_hash)
+        slot = self._make_room(units, header)
+        if slot is None:
+            self.counters.refused_blocks += 1
+            return NotStored(block_hash)
+        self._books(header.namespace).block_tokens = header.layout.block_tokens
+        block = self._add_block(header, header_bytes, slot=slot, state=SlotState.RESERVED)
+        block.reservation_id = self._new_id("r")
+        expires_at_s = self._clock.now_s() + self._reservation_ttl_ms / 1_000
+        self._reservations[block.reservation_id] = _HeldReservation(block, expires_at_s)
+        return SlotReserved(
+            reservation_id=block.reservation_id,
+            slot=slot,
+            header=header,
+            buffer=self._arena.payload(slot, header.payload_bytes),
+        )
+
+    def _make_room(self, units: int, header: BlockHeader) -> int | None:
+        """A slot of that size, evicting the least recently used leaves one by one until one fits; None when none can.
+
+        One eviction makes room for one block of the same size. The new block's parent stays, and thereby its chain.
+        """
+        parent = self._blocks.get(header.namespace, header.parent_hash) if header.position > 0 else None
+        while (slot := self._arena.allocate(units)) is None:
+            victim = self._blocks.oldest_leaf(keep=parent)
+            if victim is None:
+                return None
+            self._remove(victim)
+            self.counters.evicted_for_room += 1
+        return slot
+
+    def _add_block(self, header: BlockHeader, header_bytes: bytes, *, slot: int, state: SlotState) -> HeldBlock:
+        now_s = self._clock.now_s()
+        units = units_for(header.payload_bytes, len(header_bytes))
+        self._block_units = units
+        self._books(header.namespace).block_tokens = header.layout.block_tokens
+        block = HeldBlock(
+            header=header,
+            header_bytes=header_bytes,
+            slot=slot,
+            slot_bytes=units * UNIT_BYTES,
+            state=state,
+            created_s=now_s,
+            used_s=now_s,
+        )
+        self._blocks.add(block)
+        return block
+
+    def _show(self, block: HeldBlock | None) -> None:
+        """A block was committed: it and committed blocks that waited for it become visible and are announced."""
+        assert block is not None
+        now_s = self._clock.now_s()
+        shown = self._blocks.became_committed(block)
+        for newly in shown:
+            newly.used_s = now_s
+            if newly.parent is not None:
+                self._blocks.touch(newly.parent, now_s)
+            self._changes.added(*newly.key)
+        for newly in shown or [block]:
+            self._blocks.offer(newly)
+
+    def _remove(self, block: HeldBlock) -> None:
+        """Deregister, clear the record, free: the order that the module's docstring promises."""
+        if block.visible:
+            self._changes.removed(*block.key)
+        self._blocks.remove(block)
+        self._arena.free(block.slot)
+
+    def _drop_reserved(self, block: HeldBlock) -> None:
+        """End a reservation. What stands on it (reserved, or committed but not yet visible) has lost its prefix."""
+        family = self._blocks.with_descendants(block)
+        for member in reversed(family):
+            self._reservations.pop(member.reservation_id, None)
+            self._remove(member)
+        self.counters.dropped_orphans += len(family) - 1
+
+    def _drain(self, block: HeldBlock) -> None:
+        """Take a broken block and its descendants out of sight now, and out of memory as their leases end."""
+        for member in reversed(self._blocks.with_descendants(block)):
+            if member.state is SlotState.RESERVED:
+                self._reservations.pop(member.reservation_id, None)
+                self._remove(member)
+                continue
+            if member.visible:
+                self._changes.removed(*member.key)
+                member.visible = False
+            self._arena.clear_record(member.slot)
+            member.state = SlotState.DRAINING
+            self._free_if_drained(member)
+
+    def _free_if_drained(self, block: HeldBlock | None) -> None:
+        """Free a draining block without readers or children, then its parent if that waited for it."""
+        while block is not None and block.state is SlotState.DRAINING and not block.leases and not block.children:
+            parent = block.parent
+            self._remove(block)
+            block = parent
+
+    def _end_lease(self, lease: _HeldLease) -> None:
+        for block in reversed(lease.blocks):
+            block.leases -= 1
+            assert block.leases >= 0, "a lease was ended twice"
+            self._free_if_drained(block)
+            self._blocks.offer(block)
+
+    def _whole(self, block: HeldBlock) -> bool:
+        with self._arena.payload(block.slot, block.header.payload_bytes) as payload:
+            return payload_digest(payload) == block.header.payload_xxh3
+
+    def _books(self, namespace: NamespaceId) -> _NamespaceBooks:
+        table = self.counters.namespaces
+        if namespace not in table:
+            if len(table) >= STORE_NAMESPACES_MAX:
+                del table[next(iter(table))]
+            table[namespace] = _NamespaceBooks()
+        return table[namespace]
+
+    def _new_id(self, kind: str) -> str:
+        """Never given out twice, not even by a later process: the incarnation is part of it."""
+        self._serial += 1
+        return f"{kind}-{self.incarnation:x}-{self._serial:x}"

@@ -1,0 +1,68 @@
+"""gRPC channels and servers between our own processes: one set of options for both ends.
+
+Owns message size, keepalive and reconnect settings. Both ends get the same sizes and compatible pings: a server that
+allows fewer pings than its clients send drops them ("too many pings"), and a limit set on one side only fails on the
+other. Knows nothing of what is sent.
+"""
+
+import grpc
+import grpc.aio
+
+from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX, STORE_RPCS_MAX
+
+_KEEPALIVE_MS = 20_000
+_KEEPALIVE_TIMEOUT_MS = 5_000
+_COMMON_OPTIONS = (
+    ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_retries", 0),  # a retry is a new attempt with its own budget, never hidden in the transport
+    ("grpc.initial_reconnect_backoff_ms", 50),  # a restarted node is found again at once
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.so_reuseport", 0),  # two nodes on one port would share its calls; the second must fail to bind
+)
+
+
+class Channels:
+    """One channel per address, made on first use, all closed together. For one event loop."""
+
+    def __init__(self) -> None:
+        self._address_to_channel: dict[str, grpc.aio.Channel] = {}
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        """The channel to an address; connects lazily and reconnects by itself."""
+        channel = self._address_to_channel.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            self._address_to_channel[address] = channel
+        return channel
+
+    async def drop(self, address: str) -> None:
+        """Close the channel to an address that is not used any more (a node that left)."""
+        channel = self._address_to_channel.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        """Close all; calls in progress are cancelled."""
+        channels = list(self._address_to_channel.values())
+        self._address_to_channel.clear()
+        for channel in channels:
+            await channel.close()
+
+
+def build_server(*, rpcs_max: int = STORE_RPCS_MAX) -> grpc.aio.Server:
+    """A server with the options that match `Channels`; beyond `rpcs_max` calls at once it refuses, never queues."""
+    return grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max)

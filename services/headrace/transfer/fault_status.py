@@ -1,0 +1,33 @@
+"""Cache faults as gRPC statuses between store nodes and workers, both ways. They never reach a client of the system."""
+
+import grpc
+import grpc.aio
+
+from headrace.core.errors import BlockCorrupt, CacheFault, LeaseExpired, StoreUnavailable
+
+_CORRUPT = grpc.StatusCode.DATA_LOSS
+_GONE = grpc.StatusCode.NOT_FOUND
+_INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def status_of(fault: CacheFault | ValueError) -> tuple[grpc.StatusCode, str]:
+    """The status that a store node answers with."""
+    match fault:
+        case BlockCorrupt():
+            return _CORRUPT, fault.why
+        case LeaseExpired():
+            return _GONE, fault.lease_id
+        case _:
+            return _INVALID, str(fault)
+
+
+def fault_of(error: grpc.RpcError, *, node_id: str, lease_id: str = "", block_hash: bytes = b"") -> CacheFault:
+    """The fault that a worker raises for a failed call. Anything but the node's own word is StoreUnavailable."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return StoreUnavailable(node_id, type(error).__name__)
+    code = error.code()
+    if code is _CORRUPT:
+        return BlockCorrupt(block_hash, error.details() or "refused by the store node")
+    if code is _GONE:
+        return LeaseExpired(lease_id)
+    return StoreUnavailable(node_id, f"{code.name}: {error.details()}"[:300])

@@ -1,0 +1,119 @@
+"""Payloads of a store node over gRPC: read a leased run as a stream, and send blocks to be stored.
+
+Owns the assembly of chunks into blocks: a block that came as one message is handed out as a view of that message, a
+longer one is gathered in a buffer of its own, since readers keep views while further blocks arrive. Checks lengths only;
+the reader checks headers and checksums. Chunks never span blocks.
+"""
+
+import mmap
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headrace.core.block import BlockHeader, Chain, NamespaceId, payload_digest
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import BlockMissing, StoreUnavailable
+from headrace.core.limits import FETCH_CHUNK_BYTES
+from headrace.core.members import StoreNodeRecord
+from headrace.core.ports import Lease, Reservation, ReserveOutcome
+from headrace.transfer.channels import Channels
+from headrace.transfer.fault_status import fault_of
+from headrace.transfer.store_calls import StoreCalls
+from headrace.wire.v1 import block_store_pb2 as pb
+
+_FETCH = "/headrace.v1.BlockStore/Fetch"
+_FILL = "/headrace.v1.BlockStore/Fill"
+
+
+async def fetch_blocks(calls: StoreCalls, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
+    """Payloads of the leased blocks in order; each view stays good as long as it is kept.
+
+    Raises LeaseExpired, BlockMissing (the stream ended early), StoreUnavailable. Closing the iterator cancels the call.
+    """
+    if not lease.headers:
+        return
+    method = calls.channel.unary_stream(_FETCH)
+    call = method(pb.FetchRequest(lease_id=lease.lease_id).SerializeToString(), timeout=deadline.left_s())
+    try:
+        for header in lease.headers:
+            yield await _read_block(call, header, node_id=calls.record.node_id)
+    except grpc.RpcError as error:
+        raise fault_of(error, node_id=calls.record.node_id, lease_id=lease.lease_id) from error
+    finally:
+        call.cancel()
+
+
+async def _read_block(call: Any, header: BlockHeader, *, node_id: str) -> memoryview:
+    """One block's chunks, read to its exact length."""
+    chunk = await call.read()
+    if chunk is not grpc.aio.EOF and len(chunk) == header.payload_bytes:
+        return memoryview(chunk)
+    gathered, filled = bytearray(header.payload_bytes), 0
+    while True:
+        if chunk is grpc.aio.EOF:
+            raise BlockMissing(header.block_hash)
+        if filled + len(chunk) > header.payload_bytes:
+            raise StoreUnavailable(node_id, "sent more bytes than the block has")
+        gathered[filled : filled + len(chunk)] = chunk
+        filled += len(chunk)
+        if filled == header.payload_bytes:
+            return memoryview(gathered).toreadonly()
+        chunk = await call.read()
+
+
+class GrpcStore:
+    """BlockSource and BlockSink for any node, payloads over gRPC."""
+
+    def __init__(self, record: StoreNodeRecord, channels: Channels, clock: Clock) -> None:
+        self.record = record
+        self._calls = StoreCalls(record, channels, clock)
+
+    async def lease_prefix(
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+    ) -> Lease:
+        """As `BlockSource.lease_prefix`."""
+        return await self._calls.lease(namespace, chain, first_block=first_block, deadline=deadline)
+
+    async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
+        """As `BlockSource.fetch_blocks`."""
+        async with aclosing(fetch_blocks(self._calls, lease, deadline=deadline)) as payloads:
+            async for payload in payloads:
+                yield payload
+
+    async def release(self, lease: Lease, *, suspects: Sequence[int] = ()) -> None:
+        """As `BlockSource.release`."""
+        await self._calls.release(lease.lease_id, suspects)
+
+    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
+        """As `BlockSink.reserve`; buffers are private memory whose pages exist only once they are written."""
+        _, outcomes = await self._calls.reserve(headers, deadline=deadline)
+        return tuple(
+            Reservation(outcome[0], header, memoryview(mmap.mmap(-1, header.payload_bytes)))
+            if isinstance(outcome, tuple)
+            else outcome
+            for header, outcome in zip(headers, outcomes, strict=True)
+        )
+
+    async def commit(self, reservation: Reservation, *, payload_xxh3: int, deadline: Deadline) -> None:
+        """As `BlockSink.commit`: sends the buffer, and the node commits when all of it has come and checks out."""
+        node_id, block_hash = self.record.node_id, reservation.header.block_hash
+        assert payload_digest(reservation.buffer) == payload_xxh3, "the buffer does not have the stated checksum"
+
+        async def messages() -> AsyncIterator[bytes]:
+            start = pb.FillStart(reservation_id=reservation.reservation_id, payload_xxh3=payload_xxh3)
+            yield start.SerializeToString()
+            for at in range(0, len(reservation.buffer), FETCH_CHUNK_BYTES):
+                yield bytes(reservation.buffer[at : at + FETCH_CHUNK_BYTES])
+
+        try:
+            await self._calls.channel.stream_unary(_FILL)(messages(), timeout=deadline.left_s())
+        except grpc.RpcError as error:
+            lease_id = reservation.reservation_id
+            raise fault_of(error, node_id=node_id, lease_id=lease_id, block_hash=block_hash) from error
+
+    async def abort(self, reservation: Reservation) -> None:
+        """As `BlockSink.abort`."""
+        await self._calls.abort(reservation.reservation_id)

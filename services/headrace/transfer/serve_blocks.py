@@ -1,0 +1,185 @@
+"""The BlockStore service in front of a store node: parse, call the node, answer.
+
+Owns the mapping between the wire and a node's synchronous steps. Payloads are copied once, from the arena into the
+message; a lease is asked for again before every chunk, so that a reader who is slower than its lease is refused rather
+than served somebody else's bytes. Knows nothing of leases' rules, of eviction or of the index.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from headrace.blocks.block_codec import decode_header
+from headrace.blocks.claims import LeasedRun, SlotOutcome, SlotReserved
+from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
+from headrace.core.errors import BlockCorrupt, CacheFault
+from headrace.core.limits import CHAIN_BLOCKS_MAX, FETCH_CHUNK_BYTES, RESERVE_BLOCKS_MAX
+from headrace.core.ports import AlreadyStored, NotStored
+from headrace.transfer.fault_status import status_of
+from headrace.wire.v1 import block_store_pb2 as pb
+from headrace.wire.v1 import block_store_pb2_grpc as pb_grpc
+
+_SERVICE = "headrace.v1.BlockStore"
+_HASH_BYTES = (16, 32)
+_T = TypeVar("_T")
+
+
+class BlockKeeper(Protocol):
+    """What the service asks of a store node; `store.store_node.StoreNode` is one."""
+
+    incarnation: int
+
+    def lookup(self, namespace: NamespaceId, chain: Chain) -> int: ...
+
+    def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int) -> LeasedRun: ...
+
+    def leased_payloads(self, lease_id: str) -> Iterator[memoryview]: ...
+
+    def holds_lease(self, lease_id: str) -> bool: ...
+
+    def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None: ...
+
+    def reserve(self, headers: Sequence[BlockHeader]) -> tuple[SlotOutcome, ...]: ...
+
+    def reserved_buffer(self, reservation_id: str) -> memoryview: ...
+
+    def commit(self, reservation_id: str, payload_xxh3: int) -> None: ...
+
+    def abort(self, reservation_id: str) -> None: ...
+
+
+def serve_blocks(server: grpc.aio.Server, keeper: BlockKeeper) -> None:
+    """Register BlockStore on a server: generated handlers for control, identity serialisers for payloads."""
+    service = _BlockStoreService(keeper)
+    pb_grpc.add_BlockStoreServicer_to_server(service, server)
+    raw_handlers = {
+        "Fetch": grpc.unary_stream_rpc_method_handler(service.fetch_payloads),
+        "Fill": grpc.stream_unary_rpc_method_handler(service.fill_slot),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, raw_handlers),))
+
+
+def parse_chain(packed: bytes, hash_bytes: int) -> Chain:
+    """Concatenated hashes to a chain. Raises ValueError when it is not one."""
+    if hash_bytes not in _HASH_BYTES or len(packed) % hash_bytes:
+        raise ValueError("chain is not a sequence of 16 or 32 byte hashes")
+    if len(packed) // hash_bytes > CHAIN_BLOCKS_MAX:
+        raise ValueError(f"chain is longer than {CHAIN_BLOCKS_MAX} blocks")
+    return tuple(BlockHash(packed[at : at + hash_bytes]) for at in range(0, len(packed), hash_bytes))
+
+
+class _BlockStoreService(pb_grpc.BlockStoreServicer):
+    def __init__(self, keeper: BlockKeeper) -> None:
+        self._keeper = keeper
+
+    async def Lookup(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def lookup() -> Any:
+            chain = parse_chain(request.chain, request.hash_bytes)
+            num_blocks = self._keeper.lookup(_namespace(request.namespace), chain)
+            return pb.LookupReply(num_blocks=num_blocks, incarnation=self._keeper.incarnation)
+
+        return await _answer(context, lookup)
+
+    async def Lease(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def lease() -> Any:
+            chain = parse_chain(request.chain, request.hash_bytes)
+            run = self._keeper.lease(_namespace(request.namespace), chain, first_block=request.first_block)
+            return pb.LeaseReply(
+                lease_id=run.lease_id,
+                incarnation=run.incarnation,
+                expires_in_ms=run.expires_in_ms,
+                blocks=[pb.LeasedBlock(slot=block.slot, header=block.header_bytes) for block in run.blocks],
+            )
+
+        return await _answer(context, lease)
+
+    async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        self._keeper.release(request.lease_id, tuple(request.suspect_blocks))
+        return pb.ReleaseReply()
+
+    async def Reserve(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def reserve() -> Any:
+            if len(request.headers) > RESERVE_BLOCKS_MAX:
+                raise ValueError(f"more than {RESERVE_BLOCKS_MAX} blocks in one reserve call")
+            outcomes = self._keeper.reserve([decode_header(header) for header in request.headers])
+            return pb.ReserveReply(
+                incarnation=self._keeper.incarnation, outcomes=[_render_outcome(outcome) for outcome in outcomes]
+            )
+
+        return await _answer(context, reserve)
+
+    async def Commit(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def commit() -> Any:
+            self._keeper.commit(request.reservation_id, request.payload_xxh3)
+            return pb.CommitReply()
+
+        return await _answer(context, commit)
+
+    async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        self._keeper.abort(request.reservation_id)
+        return pb.AbortReply()
+
+    async def fetch_payloads(self, request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Stream the leased blocks' payloads, block after block, each cut into chunks; chunks never span blocks."""
+        try:
+            lease_id = pb.FetchRequest.FromString(request).lease_id
+            for payload in self._keeper.leased_payloads(lease_id):
+                for start in range(0, len(payload), FETCH_CHUNK_BYTES):
+                    if start and not self._keeper.holds_lease(lease_id):
+                        break  # the next step of leased_payloads raises
+                    yield bytes(payload[start : start + FETCH_CHUNK_BYTES])
+        except (CacheFault, ValueError) as fault:
+            await context.abort(*status_of(fault))
+
+    async def fill_slot(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        """Write a stream of chunks into a reserved slot and commit it; whatever goes wrong gives the slot back."""
+        reservation_id = ""
+        try:
+            start = pb.FillStart.FromString(await anext(requests, b""))
+            reservation_id = start.reservation_id
+            filled = 0
+            async for chunk in requests:
+                buffer = self._keeper.reserved_buffer(reservation_id)  # asked for again: it may have expired meanwhile
+                if filled + len(chunk) > len(buffer):
+                    raise BlockCorrupt(b"", "the payload is longer than was reserved")
+                buffer[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
+            if filled != len(self._keeper.reserved_buffer(reservation_id)):
+                raise BlockCorrupt(b"", "the payload is shorter than was reserved")
+            self._keeper.commit(reservation_id, start.payload_xxh3)
+            return bytes(pb.CommitReply().SerializeToString())
+        except (CacheFault, ValueError) as fault:
+            await context.abort(*status_of(fault))
+            raise AssertionError("abort raises") from fault
+        finally:
+            self._keeper.abort(reservation_id)  # no effect after a commit
+
+
+async def _answer(context: grpc.aio.ServicerContext, step: Callable[[], _T]) -> _T:
+    """Run one step of the node; the faults that it may raise become statuses."""
+    try:
+        return step()
+    except (CacheFault, ValueError) as fault:
+        aborted: Awaitable[Any] = context.abort(*status_of(fault))
+        await aborted
+        raise AssertionError("abort raises") from fault
+
+
+def _namespace(text: str) -> NamespaceId:
+    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+        raise ValueError("namespace is not 32 hexadecimal digits")
+    return NamespaceId(text)
+
+
+def _render_outcome(outcome: SlotOutcome) -> Any:
+    match outcome:
+        case SlotReserved():
+            return pb.ReserveOutcome(
+                kind=pb.ReserveOutcome.KIND_RESERVED, reservation_id=outcome.reservation_id, slot=outcome.slot
+            )
+        case AlreadyStored():
+            return pb.ReserveOutcome(kind=pb.ReserveOutcome.KIND_ALREADY_STORED)
+        case NotStored():
+            return pb.ReserveOutcome(kind=pb.ReserveOutcome.KIND_NOT_STORED)

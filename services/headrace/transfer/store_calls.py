@@ -1,0 +1,112 @@
+"""Control calls to one store node: lease, release, reserve, commit, abort, as values in and values out.
+
+Shared by the two ways of moving payloads (`GrpcStore`, `SharedMemoryStore`). Every call is bounded by its deadline and
+by STORE_CALL_TIMEOUT_MS; every failure is a CacheFault. Knows nothing of payload bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headrace.blocks.block_codec import decode_header, encode_header
+from headrace.core.block import BlockHeader, Chain, NamespaceId
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import CacheFault, StoreUnavailable
+from headrace.core.limits import CHAIN_BLOCKS_MAX, LEASE_BLOCKS_MAX, STORE_CALL_TIMEOUT_MS
+from headrace.core.members import StoreNodeRecord
+from headrace.core.ports import AlreadyStored, Lease, NotStored
+from headrace.transfer.channels import Channels
+from headrace.transfer.fault_status import fault_of
+from headrace.wire.v1 import block_store_pb2 as pb
+from headrace.wire.v1 import block_store_pb2_grpc as pb_grpc
+
+_SlotClaim = tuple[str, int]  # reservation id, slot
+ClaimOutcome = _SlotClaim | AlreadyStored | NotStored
+
+
+class StoreCalls:
+    """One node's control plane. Safe for concurrent use on one event loop."""
+
+    def __init__(self, record: StoreNodeRecord, channels: Channels, clock: Clock) -> None:
+        self.record = record
+        self.clock = clock
+        self.channel = channels.to(record.address)
+        self._stub = pb_grpc.BlockStoreStub(self.channel)
+
+    async def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline) -> Lease:
+        """One round trip. Raises StoreUnavailable, BlockCorrupt (a header that does not parse)."""
+        sent = chain[: min(CHAIN_BLOCKS_MAX, first_block + LEASE_BLOCKS_MAX)]
+        if first_block >= len(sent):
+            return Lease(lease_id="", incarnation=self.record.incarnation, headers=(), slots=(), expires_in_ms=0)
+        request = pb.LeaseRequest(
+            namespace=namespace, chain=b"".join(sent), hash_bytes=len(sent[0]), first_block=first_block
+        )
+        reply = await self._call(self._stub.Lease, request, deadline)
+        try:
+            headers = tuple(decode_header(block.header) for block in reply.blocks)
+        except CacheFault:
+            await self.release(reply.lease_id)
+            raise
+        return Lease(
+            lease_id=reply.lease_id,
+            incarnation=reply.incarnation,
+            headers=headers,
+            slots=tuple(block.slot for block in reply.blocks),
+            expires_in_ms=reply.expires_in_ms,
+        )
+
+    async def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:
+        """Never raises but for cancellation: what cannot be released expires."""
+        if not lease_id:
+            return
+        request = pb.ReleaseRequest(lease_id=lease_id, suspect_blocks=suspects)
+        try:
+            await self._stub.Release(request, timeout=STORE_CALL_TIMEOUT_MS / 1_000)
+        except grpc.RpcError:
+            return  # the node is away: its leases end with it, or by their own time
+
+    async def reserve(
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline
+    ) -> tuple[int, tuple[ClaimOutcome, ...]]:
+        """The node's incarnation and one outcome per header. Raises StoreUnavailable, BlockCorrupt."""
+        request = pb.ReserveRequest(headers=[encode_header(header) for header in headers])
+        reply = await self._call(self._stub.Reserve, request, deadline)
+        if len(reply.outcomes) != len(headers):
+            raise StoreUnavailable(self.record.node_id, "answered with another number of outcomes than was asked for")
+        outcomes = tuple(
+            self._parse_outcome(header, outcome) for header, outcome in zip(headers, reply.outcomes, strict=True)
+        )
+        return reply.incarnation, outcomes
+
+    async def commit(self, reservation_id: str, *, header: BlockHeader, payload_xxh3: int, deadline: Deadline) -> None:
+        """Raises BlockCorrupt, LeaseExpired, StoreUnavailable."""
+        request = pb.CommitRequest(reservation_id=reservation_id, payload_xxh3=payload_xxh3)
+        await self._call(self._stub.Commit, request, deadline, lease_id=reservation_id, block_hash=header.block_hash)
+
+    async def abort(self, reservation_id: str) -> None:
+        """Never raises but for cancellation: what cannot be aborted expires."""
+        try:
+            request = pb.AbortRequest(reservation_id=reservation_id)
+            await self._stub.Abort(request, timeout=STORE_CALL_TIMEOUT_MS / 1_000)
+        except grpc.RpcError:
+            return  # as in release
+
+    def _parse_outcome(self, header: BlockHeader, outcome: Any) -> ClaimOutcome:
+        kinds = pb.ReserveOutcome
+        if outcome.kind == kinds.KIND_RESERVED:
+            return (outcome.reservation_id, outcome.slot)
+        if outcome.kind == kinds.KIND_ALREADY_STORED:
+            return AlreadyStored(header.block_hash)
+        return NotStored(header.block_hash)
+
+    async def _call(
+        self, method: Any, request: Any, deadline: Deadline, *, lease_id: str = "", block_hash: bytes = b""
+    ) -> Any:
+        timeout_s = min(deadline.left_s(), STORE_CALL_TIMEOUT_MS / 1_000)
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            node_id = self.record.node_id
+            raise fault_of(error, node_id=node_id, lease_id=lease_id, block_hash=block_hash) from error
