@@ -1,7 +1,7 @@
 """Payloads of a store node over gRPC: read a leased run as a stream, and send blocks to be stored.
 
 Owns the assembly of chunks into blocks: a block that came as one message is handed out as a view of that message, a
-longer one is gathered in a buffer of its own, since readers keep views while further blocks arrive. Checks lengths only;
+longer one is gathered in a buffer of its own, since readers keep views while more arrive. Checks lengths only;
 the reader checks headers and checksums. Chunks never span blocks.
 """
 
