@@ -1,0 +1,315 @@
+"""The account of one worker's KV blocks: who holds which, which are free, which are kept for reuse.
+
+This file owns block ids and nothing else; the bytes are `PagedKV`'s. Each block is in exactly one state:
+
+    free ──take──► held (references > 0) ──last unref──► free           when it has no hash
+                     ▲                   └─last unref──► kept for reuse when it has one
+                     └──────take (by hash)──────────────┘   └─ evicted when `take` runs short, or by `evict` ─► free
+
+A block with a hash is immutable, holds verified bytes and can be found by that hash. Residency is prefix-closed: the
+parent of every hashed block is hashed too (or it is block 0 of its chain), so a chain is never found with a gap.
+Blocks kept for reuse are evicted longest unused first, and a child before its parent.
+
+All methods are thread-safe (one lock, held for dictionary work only). Callbacks: `on_freed` runs after the lock is
+released, in the thread that gave blocks back; `on_hashes` runs under the lock, so that a listener sees changes in
+order, and must neither block nor call the pool.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.core.block import BlockHash, Chain, HashedPrompt, NamespaceId, root_hash
+from headrace.core.clock import Clock, SystemClock
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Blocks the caller now holds one reference to each; the first `num_shared` already hold the prompt's KV."""
+
+    block_ids: tuple[int, ...]
+    num_shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """Nothing was taken: `needed` blocks were wanted beyond those found by hash, `available` could be had."""
+
+    needed: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True)
+class HashesChanged:
+    """What became findable or stopped being so; exactly one of the two is not empty."""
+
+    stored: Chain = ()
+    removed: Chain = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which hashed blocks an eviction means: `roots` and below (None: all), unused for `idle_for_s` (None: any)."""
+
+    namespace: NamespaceId | None = None
+    roots: frozenset[BlockHash] | None = None
+    idle_for_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Counts of an eviction: blocks freed, and blocks selected but kept (held, or parents of a block that stays)."""
+
+    num_blocks: int
+    num_kept: int
+
+
+@dataclass(slots=True)
+class _Hashed:
+    """What a hashed block stands for. Compared on use, so that a hash collision is a miss."""
+
+    block_id: int
+    namespace: NamespaceId
+    block_hash: BlockHash
+    parent_hash: BlockHash
+    token_ids: tuple[int, ...]
+    last_used_s: float
+
+
+class BlockPool:
+    """Thread-safe account of `num_blocks` block ids, 0-based. Holds no tensors."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        clock: Clock | None = None,
+        on_freed: Callable[[], None] = lambda: None,
+        on_hashes: Callable[[HashesChanged], None] = lambda change: None,
+    ) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._clock = clock or SystemClock()
+        self._on_freed = on_freed
+        self._on_hashes = on_hashes
+        self._lock = threading.Lock()
+        self._free = list(reversed(range(num_blocks)))
+        self._references = [0] * num_blocks
+        self._hashed: dict[int, _Hashed] = {}  # block id -> what it stands for
+        self._hash_to_block: dict[BlockHash, int] = {}
+        self._children: dict[BlockHash, set[BlockHash]] = {}  # hashed children of a hash; no empty sets
+        self._kept: dict[int, None] = {}  # unreferenced hashed blocks, longest unused first
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that `take` could hand out now: the free ones and all that are only kept for reuse."""
+        with self._lock:
+            return len(self._free) + len(self._kept)
+
+    def take(self, num_blocks: int, *, prompt: HashedPrompt | None = None, shared_max: int = 0) -> Taken | Short:
+        """Take `num_blocks` blocks, the leading ones by hash as far as `prompt`'s chain is resident.
+
+        At most `shared_max` blocks come by hash. The rest are fresh: their bytes are undefined, and blocks kept for
+        reuse are evicted for them, only as many as are missing. All or nothing.
+        """
+        assert num_blocks >= 0
+        with self._lock:
+            shared = [] if prompt is None else self._resident_prefix(prompt, min(shared_max, num_blocks))
+            needed = num_blocks - len(shared)
+            available = len(self._free) + len(self._kept) - sum(block_id in self._kept for block_id in shared)
+            if needed > available:
+                return Short(needed=needed, available=available)
+            for block_id in shared:
+                self._hold(block_id)
+            while len(self._free) < needed:
+                self._evict_one()
+            fresh = [self._free.pop() for _ in range(needed)]
+            for block_id in fresh:
+                assert self._references[block_id] == 0
+                self._references[block_id] = 1
+            return Taken(block_ids=(*shared, *fresh), num_shared=len(shared))
+
+    def ref(self, block_id: int) -> None:
+        """Add a reference to a block that somebody holds."""
+        with self._lock:
+            assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
+            self._references[block_id] += 1
+
+    def ref_hash(self, block_hash: BlockHash) -> int | None:
+        """Add a reference to the block that has this hash, held by others or not; None when it is not resident."""
+        with self._lock:
+            block_id = self._hash_to_block.get(block_hash)
+            if block_id is not None:
+                self._hold(block_id)
+            return block_id
+
+    def unref(self, block_id: int) -> None:
+        """Give one reference back; the last one frees the block, or keeps it for reuse when it has a hash."""
+        self.unref_all((block_id,))
+
+    def unref_all(self, block_ids: Sequence[int]) -> None:
+        """Give back one reference each of a sequence's blocks, last block first, so that its head is evicted last."""
+        num_given_back = 0
+        with self._lock:
+            for block_id in reversed(block_ids):
+                assert self._references[block_id] > 0, f"block {block_id} was given back twice"
+                self._references[block_id] -= 1
+                if self._references[block_id]:
+                    continue
+                num_given_back += 1
+                if block_id in self._hashed:
+                    self._hashed[block_id].last_used_s = self._clock.now_s()
+                    self._kept[block_id] = None
+                else:
+                    self._free.append(block_id)
+        if num_given_back:
+            self._on_freed()
+
+    def hash_blocks(self, prompt: HashedPrompt, block_ids: Sequence[int]) -> None:
+        """Make the leading blocks of a sequence findable: block_ids[i] holds the verified KV of `prompt`'s block i.
+
+        The caller holds a reference to each and never writes to them again. A hash that is resident already keeps the
+        block it has; the caller's copy then stays its own and is freed with it. All ancestors are passed each time,
+        since one that somebody else held may have been evicted since.
+        """
+        assert len(block_ids) <= len(prompt.chain)
+        stored = []
+        with self._lock:
+            for index, block_id in enumerate(block_ids):
+                block_hash = prompt.chain[index]
+                assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
+                if block_hash in self._hash_to_block or block_id in self._hashed:
+                    continue
+                parent_hash = prompt.parent_of(index)
+                assert index == 0 or parent_hash in self._hash_to_block
+                self._hash_to_block[block_hash] = block_id
+                self._children.setdefault(parent_hash, set()).add(block_hash)
+                self._hashed[block_id] = _Hashed(
+                    block_id=block_id,
+                    namespace=prompt.namespace,
+                    block_hash=block_hash,
+                    parent_hash=parent_hash,
+                    token_ids=prompt.block_token_ids(index),
+                    last_used_s=self._clock.now_s(),
+                )
+                stored.append(block_hash)
+            if stored:
+                self._on_hashes(HashesChanged(stored=tuple(stored)))
+
+    def resident_blocks(self, prompt: HashedPrompt) -> int:
+        """Leading blocks of `prompt` that are findable now. A hint: only `take` holds them."""
+        with self._lock:
+            return len(self._resident_prefix(prompt, len(prompt.chain)))
+
+    def evict(self, selection: Selection, *, dry_run: bool) -> Evicted:
+        """Free the selected blocks that nobody holds; a block stays while a descendant of it stays."""
+        with self._lock:
+            selected = self._select(selection)
+            leaving = self._leaving(selected)
+            if not dry_run:
+                for block_hash in leaving:
+                    self._forget(self._hash_to_block[block_hash])
+            kept = len(selected) - len(leaving)
+        if leaving and not dry_run:
+            self._on_freed()
+        return Evicted(num_blocks=len(leaving), num_kept=kept)
+
+    def check_integrity(self) -> None:
+        """Assert that the books balance and that residency is prefix-closed. O(blocks)."""
+        with self._lock:
+            held = {block_id for block_id, count in enumerate(self._references) if count > 0}
+            assert all(count >= 0 for count in self._references)
+            assert len(self._free) == len(set(self._free)), "a block is free twice"
+            assert not held & set(self._free)
+            assert not held & set(self._kept)
+            assert not set(self._free) & set(self._kept)
+            assert len(self._free) + len(self._kept) + len(held) == self.num_blocks
+            assert set(self._kept) == {block_id for block_id in self._hashed if block_id not in held}
+            assert len(self._hash_to_block) == len(self._hashed)
+            children: dict[BlockHash, set[BlockHash]] = {}
+            for block_id, hashed in self._hashed.items():
+                assert self._hash_to_block[hashed.block_hash] == block_id
+                at_root = hashed.parent_hash == root_hash(hashed.namespace)
+                assert at_root or hashed.parent_hash in self._hash_to_block, "a block is resident without its parent"
+                children.setdefault(hashed.parent_hash, set()).add(hashed.block_hash)
+            assert children == self._children
+
+    def _resident_prefix(self, prompt: HashedPrompt, blocks_max: int) -> list[int]:
+        """Ids of the leading blocks whose hash, parent, namespace and token ids all match."""
+        block_ids: list[int] = []
+        for index, block_hash in enumerate(prompt.chain[:blocks_max]):
+            block_id = self._hash_to_block.get(block_hash)
+            if block_id is None:
+                break
+            hashed = self._hashed[block_id]
+            same_place = (hashed.namespace, hashed.parent_hash) == (prompt.namespace, prompt.parent_of(index))
+            if not same_place or hashed.token_ids != prompt.block_token_ids(index):
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def _hold(self, block_id: int) -> None:
+        self._references[block_id] += 1
+        self._kept.pop(block_id, None)
+        self._hashed[block_id].last_used_s = self._clock.now_s()
+
+    def _evict_one(self) -> None:
+        """Free the longest unused block without children. When each has a held descendant (a reader kept a tail
+        longer than its head), the oldest goes and its descendants stop being findable, which frees the unheld ones."""
+        for block_id in self._kept:
+            if self._hashed[block_id].block_hash not in self._children:
+                self._forget(block_id)
+                return
+        oldest = next(iter(self._kept))
+        for block_hash in reversed(self._descendants([self._hashed[oldest].block_hash])):
+            self._forget(self._hash_to_block[block_hash])
+
+    def _descendants(self, roots: Sequence[BlockHash]) -> list[BlockHash]:
+        """The resident ones of `roots` and all below them, each once, parents before children."""
+        found: dict[BlockHash, None] = {}
+        stack = [block_hash for block_hash in roots if block_hash in self._hash_to_block]
+        while stack:
+            block_hash = stack.pop()
+            found.pop(block_hash, None)  # reached before as a root: it moves behind its ancestors
+            found[block_hash] = None
+            stack.extend(self._children.get(block_hash, ()))
+        return list(found)
+
+    def _forget(self, block_id: int) -> None:
+        """Take a block's hash away; free it unless somebody holds it. Its children must be gone."""
+        hashed = self._hashed.pop(block_id)
+        assert hashed.block_hash not in self._children, "a parent must not go before its children"
+        del self._hash_to_block[hashed.block_hash]
+        siblings = self._children[hashed.parent_hash]
+        siblings.remove(hashed.block_hash)
+        if not siblings:
+            del self._children[hashed.parent_hash]
+        if block_id in self._kept:
+            del self._kept[block_id]
+            self._free.append(block_id)
+        self._on_hashes(HashesChanged(removed=(hashed.block_hash,)))
+
+    def _select(self, selection: Selection) -> list[BlockHash]:
+        """Hashes the selection means, parents before children."""
+        tops = [hashed.block_hash for hashed in self._hashed.values() if hashed.parent_hash not in self._hash_to_block]
+        candidates = self._descendants(tops if selection.roots is None else sorted(selection.roots))
+        now_s = self._clock.now_s()
+        selected = []
+        for block_hash in candidates:
+            hashed = self._hashed[self._hash_to_block[block_hash]]
+            if selection.namespace is not None and hashed.namespace != selection.namespace:
+                continue
+            held = self._references[hashed.block_id] > 0
+            if selection.idle_for_s is not None and (held or now_s - hashed.last_used_s < selection.idle_for_s):
+                continue
+            selected.append(block_hash)
+        return selected
+
+    def _leaving(self, selected: Sequence[BlockHash]) -> list[BlockHash]:
+        """The selected blocks that can go, children before parents."""
+        leaving: dict[BlockHash, None] = {}
+        for block_hash in reversed(selected):
+            unheld = self._references[self._hash_to_block[block_hash]] == 0
+            if unheld and all(child in leaving for child in self._children.get(block_hash, ())):
+                leaving[block_hash] = None
+        return list(leaving)

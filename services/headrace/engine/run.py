@@ -1,0 +1,173 @@
+"""One sequence under way: its tokens, what of them is computed, its text, and when it ends.
+
+This file owns what happens to a sequence when rows of it were computed. It knows nothing of other sequences, of
+threads or of how rows are computed. A run belongs to the step thread from the moment it is submitted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from headrace.core.block import HashAlgorithm, HashedPrompt, hash_block, root_hash
+from headrace.core.generation import FinishReason, SamplingParams, TokenDelta, TokenLogprob
+from headrace.engine.admission_queue import Admission
+from headrace.engine.detokenize import TextStream, detokenize
+from headrace.engine.event_stream import EventStream, FilledBlock, RunFinished
+from headrace.engine.model_runner import SequenceStep
+from headrace.engine.sample_token import Logits, sample_token
+from headrace.engine.schedule_step import PlannedRows, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """What ends a run of this model besides its own parameters."""
+
+    context_tokens_max: int  # prompt plus output
+    eos_token_ids: frozenset[int]
+
+
+class Run:
+    """A sequence and how far it got. `sampling` None: only the KV of the prompt's full blocks is wanted."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        stream: EventStream,
+        *,
+        num_computed: int,
+        sampling: SamplingParams | None,
+        leaves_blocks: bool,
+        limits: RunLimits,
+        tokenizer: Tokenizer,
+        hash_algorithm: HashAlgorithm,
+    ) -> None:
+        self.admission = admission
+        self.stream = stream
+        self.key = admission.key
+        self.block_ids = admission.block_ids
+        self.num_computed = num_computed
+        self.in_batch = False
+        self.leaves_blocks = leaves_blocks
+        self._sampling = sampling
+        self._limits = limits
+        self._hash_algorithm = hash_algorithm
+        self._hashed = admission.prompt  # grows by generated tokens, block by block
+        self._token_ids = list(admission.prompt.token_ids)
+        self._num_prompt = len(self._token_ids)
+        self._num_reported = num_computed // self._hashed.block_tokens
+        self._text = TextStream(tokenizer, stop=sampling.stop if sampling else ())
+
+    @property
+    def state(self) -> SequenceState:
+        """This sequence as the scheduler sees it."""
+        samples = self._sampling is not None
+        return SequenceState(
+            key=self.key,
+            num_computed=self.num_computed,
+            num_target=len(self._token_ids) if samples else len(self._hashed.chain) * self._hashed.block_tokens,
+            num_blocks=len(self.block_ids),
+            in_batch=self.in_batch,
+            wants_logits=samples,
+        )
+
+    @property
+    def reusable(self) -> tuple[HashedPrompt, int]:
+        """For taking blocks again after preemption: the chain so far, and how many of its blocks may come by hash."""
+        if not (self.admission.use_device and self.leaves_blocks):
+            return self._hashed, 0
+        return self._hashed, min(len(self._hashed.chain), (self.state.num_target - 1) // self._hashed.block_tokens)
+
+    def give_up_blocks(self) -> list[int]:
+        """The run holds no blocks and has computed nothing from here on; the caller gives back what is returned."""
+        block_ids = list(self.block_ids)
+        self.block_ids.clear()  # in place: the admission's own list says so too
+        self.num_computed, self.in_batch = 0, False
+        return block_ids
+
+    def resume(self, block_ids: list[int], *, num_shared: int) -> None:
+        """Blocks were taken again; the first `num_shared` hold their KV."""
+        assert not self.block_ids
+        self.block_ids.extend(block_ids)
+        self.num_computed = num_shared * self._hashed.block_tokens
+
+    def step_of(self, rows: PlannedRows) -> SequenceStep:
+        """What the model runner is asked to compute for these rows."""
+        assert rows.start == self.num_computed
+        return SequenceStep(
+            token_ids=tuple(self._token_ids[rows.start : rows.stop]),
+            start=rows.start,
+            block_ids=tuple(self.block_ids),
+            wants_logits=rows.wants_logits,
+        )
+
+    def computed(self, stop: int) -> HashedPrompt | None:
+        """KV of positions [0, stop) is valid now. Returns the sequence with its chain as far as it is full, if that
+        grew and is to be shared."""
+        full_before = self.num_computed // self._hashed.block_tokens
+        self.num_computed = stop
+        num_full = stop // self._hashed.block_tokens
+        if not self.leaves_blocks or num_full == full_before:
+            return None
+        self._extend_chain(num_full)
+        return self._hashed
+
+    def unreported_blocks(self) -> Iterator[FilledBlock]:
+        """Blocks that became full since the last call, each once in a run's life, also when it was preempted since."""
+        for position in range(self._num_reported, self.num_computed // self._hashed.block_tokens):
+            yield FilledBlock(
+                position=position,
+                block_id=self.block_ids[position],
+                block_hash=self._hashed.chain[position],
+                parent_hash=self._hashed.parent_of(position),
+                token_ids=self._hashed.block_token_ids(position),
+            )
+            self._num_reported = position + 1
+
+    def add_token(self, logits: Logits) -> tuple[TokenDelta, RunFinished | None]:
+        """Choose the next token from [vocab] logits of the last one; says whether it was the run's last.
+
+        The end-of-sequence token is an output token without text. Raises LogitsInvalid.
+        """
+        params = self._sampling
+        assert params is not None
+        sampled = sample_token(logits, params, index=self.num_completion)
+        self._token_ids.append(sampled.token_id)
+        at_eos = sampled.token_id in self._limits.eos_token_ids and not params.ignore_eos
+        text = self._text.finish() if at_eos else detokenize(self._text, sampled.token_id)
+        delta = TokenDelta(
+            token_id=sampled.token_id,
+            text=text.text,
+            logprob=sampled.logprob,
+            top_logprobs=tuple(TokenLogprob(i, self._text.token_text(i), logprob) for i, logprob in sampled.top),
+        )
+        if at_eos or text.stopped:
+            return delta, RunFinished(FinishReason.STOP, "", self.num_completion)
+        context_is_full = len(self._token_ids) >= self._limits.context_tokens_max
+        if self.num_completion >= params.max_tokens or context_is_full:
+            rest = self._text.finish()
+            reason = FinishReason.STOP if rest.stopped else FinishReason.LENGTH
+            return delta, RunFinished(reason, rest.text, self.num_completion)
+        return delta, None
+
+    @property
+    def num_completion(self) -> int:
+        """Output tokens so far."""
+        return len(self._token_ids) - self._num_prompt
+
+    @property
+    def prompt_is_computed(self) -> bool:
+        """Whether a run without sampling is done."""
+        return self._sampling is None and self.num_computed == len(self._hashed.chain) * self._hashed.block_tokens
+
+    def _extend_chain(self, num_full: int) -> None:
+        """Hash blocks that generated tokens filled, so that the next turn of a conversation finds them."""
+        hashed, block_tokens = self._hashed, self._hashed.block_tokens
+        if num_full <= len(hashed.chain):
+            return
+        chain = list(hashed.chain)
+        while len(chain) < num_full:
+            parent_hash = chain[-1] if chain else root_hash(hashed.namespace)
+            token_ids = self._token_ids[len(chain) * block_tokens : (len(chain) + 1) * block_tokens]
+            chain.append(hash_block(hashed.namespace, parent_hash, token_ids, self._hash_algorithm))
+        self._hashed = HashedPrompt(hashed.namespace, tuple(self._token_ids), tuple(chain), block_tokens)

@@ -1,0 +1,148 @@
+"""Deciding what one step of the engine computes: which sequences, which of their tokens, and who gives way.
+
+Pure: sees numbers of tokens and blocks, returns a plan. It knows nothing of tensors, threads, text or hashes; taking
+and giving back blocks is the engine's.
+
+The rules, in order:
+
+1. Sequences join in the order in which they were admitted, while the batch has room. One that lost its blocks joins
+   when blocks for all its tokens can be had; others that hold theirs may pass it, since their blocks are what it needs.
+2. Every sequence that only lacks its newest token gets one row. This comes first, so that a long prompt never stops
+   running streams.
+3. What remains of `prefill_chunk_tokens` goes to prompts, oldest first. A step's length is so bounded by
+   `prefill_chunk_tokens + batch_sequences_max` rows.
+4. When blocks run short, the most recently admitted holder gives way and is recomputed later. The oldest sequence
+   therefore always gets on, and nothing is preempted for ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What scheduling sees of one sequence. KV of positions [0, num_computed) is valid; `num_target` are wanted."""
+
+    key: int  # grows in the order of admission
+    num_computed: int
+    num_target: int  # decode: all tokens known so far; prefill: the tokens of the prompt's full blocks
+    num_blocks: int  # held now; 0 after preemption
+    in_batch: bool
+    wants_logits: bool  # of the last target position
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.num_computed < self.num_target
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The bounds of one step."""
+
+    prefill_chunk_tokens: int
+    batch_sequences_max: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRows:
+    """Compute positions [start, stop) of one sequence, after it has been given `new_blocks` more blocks."""
+
+    key: int
+    start: int
+    stop: int
+    new_blocks: int
+    wants_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. `joins`: who enters the batch now, with nothing to take but what `rows` says; `rows` may be empty."""
+
+    joins: tuple[int, ...]
+    rows: tuple[PlannedRows, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Take `num_blocks` blocks for this preempted sequence, then plan again (some may be found by hash)."""
+
+    key: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Release this sequence's blocks, then plan again."""
+
+    key: int
+
+
+def schedule_step(
+    sequences: Sequence[SequenceState], limits: StepLimits, *, available_blocks: int
+) -> StepPlan | Resume | Preempt:
+    """Decide the next step, or the change of blocks that must come before it.
+
+    sequences:        all runs, in the batch or waiting for it, in any order.
+    available_blocks: blocks that can be taken now.
+    Returns a plan whose rows need at most `available_blocks`; its rows are empty only when no sequence can run now.
+    """
+    by_age = sorted(sequences, key=lambda sequence: sequence.key)
+    room = limits.batch_sequences_max - sum(sequence.in_batch for sequence in by_age)
+    assert room >= 0
+    joins: list[SequenceState] = []
+    for sequence in by_age:
+        if sequence.in_batch or room == len(joins):
+            continue
+        if sequence.num_blocks > 0:
+            joins.append(sequence)
+            continue
+        needed = _blocks_for(sequence.num_target, limits)
+        # What the others grow by in this step is theirs: else this one would be resumed and preempted in turn for ever.
+        if needed + _growth(_plan_rows(_batch(by_age, joins), limits)) <= available_blocks:
+            return Resume(key=sequence.key, num_blocks=needed)
+    rows = _plan_rows(_batch(by_age, joins), limits)
+    if _growth(rows) > available_blocks:
+        holders = [sequence.key for sequence in by_age if sequence.num_blocks > 0]
+        return Preempt(key=holders[-1])
+    return StepPlan(joins=tuple(sequence.key for sequence in joins), rows=tuple(rows))
+
+
+def _batch(by_age: Sequence[SequenceState], joins: Sequence[SequenceState]) -> list[SequenceState]:
+    return [sequence for sequence in by_age if sequence.in_batch or sequence in joins]
+
+
+def _growth(rows: Sequence[PlannedRows]) -> int:
+    return sum(row.new_blocks for row in rows)
+
+
+def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[PlannedRows]:
+    """Rows for newest tokens first, then prompt chunks, oldest sequence first within each."""
+    rows = [_rows(sequence, 1, limits) for sequence in batch if _lacks_newest_only(sequence)]
+    left = limits.prefill_chunk_tokens
+    for sequence in batch:
+        if left == 0:
+            break
+        if not _lacks_newest_only(sequence):
+            num_rows = min(left, sequence.num_target - sequence.num_computed)
+            rows.append(_rows(sequence, num_rows, limits))
+            left -= num_rows
+    return rows
+
+
+def _lacks_newest_only(sequence: SequenceState) -> bool:
+    return sequence.num_target - sequence.num_computed == 1
+
+
+def _rows(sequence: SequenceState, num_rows: int, limits: StepLimits) -> PlannedRows:
+    stop = sequence.num_computed + num_rows
+    return PlannedRows(
+        key=sequence.key,
+        start=sequence.num_computed,
+        stop=stop,
+        new_blocks=max(0, _blocks_for(stop, limits) - sequence.num_blocks),
+        wants_logits=sequence.wants_logits and stop == sequence.num_target,
+    )
+
+
+def _blocks_for(num_tokens: int, limits: StepLimits) -> int:
+    return -(-num_tokens // limits.block_tokens)
