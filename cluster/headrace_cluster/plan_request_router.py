@@ -1,6 +1,6 @@
 """From the gateway's plan to a Serve replica: a call goes to the worker that it names.
 
-Owns the one use of Serve's RequestRouter, an interface that Ray calls alpha. It decides nothing: the gateway has chosen.
+Owns the one use of Serve's RequestRouter, an interface that Ray calls alpha. It decides nothing: the gateway has.
 
 When the named worker is gone, the call goes to any replica that is there. That replica sees that the call is not its
 own and refuses it (`serve_app.py`), which the gateway hears within one round trip. To answer with no replica at all

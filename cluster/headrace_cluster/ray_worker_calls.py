@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.context import _RequestContext, _serve_request_context
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -29,15 +28,15 @@ from headrace.core.generation import (
     PrefillResult,
     WorkerId,
 )
-from headrace.core.members import WorkerRecord
 from headrace.core.limits import WORKER_ACCEPT_TIMEOUT_MS, WORKER_EVICT_TIMEOUT_MS
+from headrace.core.members import WorkerRecord
 from headrace_cluster.worker_replica import ACCEPTED, EvictCall
 
 OVERLOADED_RETRY_MS = 1_000
 
 
 class RayWorkerCalls:
-    """WorkerCalls over the handles of the two worker deployments; `prefill` is None when there are no such workers."""
+    """WorkerCalls over the handles of the two worker deployments; without prefill workers, decode workers take both."""
 
     def __init__(self, *, prefill: DeploymentHandle | None, decode: DeploymentHandle, clock: Clock) -> None:
         self._prefill = prefill
@@ -46,9 +45,7 @@ class RayWorkerCalls:
 
     async def prefill(self, call: PrefillCall) -> PrefillResult:
         """Run one prefill attempt; cancelling the await cancels it on the worker."""
-        if self._prefill is None:
-            raise WorkerUnavailable(call.worker_id, "no prefill workers are deployed")
-        async with aclosing(self._stream(self._prefill, "prefill", call, call.timeout_ms)) as results:
+        async with aclosing(self._stream(self._prefill or self._decode, "prefill", call, call.timeout_ms)) as results:
             async for result in results:
                 return result
         raise WorkerUnavailable(call.worker_id, "ended without a result")

@@ -1,9 +1,10 @@
 """The Ray Serve application: one gateway ingress, prefill workers, decode workers.
 
-Owns how many replicas of what Serve runs, with which resources, limits and health rules. `build_app` is what a Serve
+Owns how many replicas of what Serve runs, with which resources, limits and health rules. `serve_app` is what a Serve
 config file names as its `import_path`.
 """
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
@@ -44,7 +45,7 @@ REPLICA_CPUS = 0.1
 TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def build_app(args: dict[str, Any]) -> Application:
+def serve_app(args: dict[str, Any]) -> Application:
     """The application for these settings (`config.py`'s names); `redis_url` is required here.
 
     Raises ConfigInvalid naming the key.
@@ -104,15 +105,42 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> Any:
         return self._gateway.http_app
 
-    async def Generate(self, request, grpc_context):
-        async for e in self._gateway.generate(request, grpc_context): yield e
+    async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
+        """inference.proto."""
+        async for event in self._gateway.inference.Generate(request, grpc_context):
+            yield event
 
-    async def Check(self, request):
-        from grpc_health.v1 import health_pb2
-        return health_pb2.HealthCheckResponse(status=1)
+    async def ListModels(self, request: Any, grpc_context: Any) -> Any:
+        """inference.proto."""
+        return await self._gateway.inference.ListModels(request, grpc_context)
 
-    async def Watch(self, request):
-        from grpc_health.v1 import health_pb2
-        yield health_pb2.HealthCheckResponse(status=1)
-        import asyncio
-        await asyncio.sleep(1e6)
+    async def ListBlocks(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        return await self._gateway.admin.ListBlocks(request, grpc_context)
+
+    async def Stat(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        return await self._gateway.admin.Stat(request, grpc_context)
+
+    async def Evict(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        return await self._gateway.admin.Evict(request, grpc_context)
+
+    async def Status(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        return await self._gateway.admin.Status(request, grpc_context)
+
+    async def Check(self, request: Any, grpc_context: Any) -> Any:
+        """grpc.health.v1."""
+        return await self._gateway.health.Check(request, grpc_context)
+
+    async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
+        """grpc.health.v1."""
+        async for status in self._gateway.health.Watch(request, grpc_context):
+            yield status
+
+    async def __del__(self) -> None:
+        """Serve calls this once, after the last request has ended or the grace period is over."""
+        gateway = getattr(self, "_gateway", None)
+        if gateway is not None:
+            await gateway.stop()

@@ -6,9 +6,11 @@ cluster. What a store node does is in `store/`.
 """
 
 import asyncio
+import os
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.config import Config, config_to_flat, load_config
@@ -18,6 +20,7 @@ STORE_NAME_PREFIX = "headrace-store:"
 # A store node opens its arena and announces itself; with a large arena, checking each committed slot after a crash
 # takes about a second per 2 GB.
 STORE_START_TIMEOUT_S = 60.0
+STORE_STOP_TIMEOUT_S = 10.0
 
 
 class StoreActor:
@@ -34,8 +37,6 @@ class StoreActor:
 
     async def ready(self) -> int:
         """Answers when the store node serves; its process id."""
-        import os
-
         return os.getpid()
 
     async def stop(self) -> None:
@@ -62,3 +63,21 @@ async def ensure_store_actor(config: Config) -> None:
     )
     async with asyncio.timeout(STORE_START_TIMEOUT_S):
         await actor.ready.remote()
+
+
+def stop_store_actors() -> None:
+    """End the store node of every Ray node and remove its arena: the cache is gone after this.
+
+    For the end of a system. To end workers alone, shut Serve down; store nodes outlive it on purpose.
+    """
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in named if actor["namespace"] == STORE_NAMESPACE]
+    for name in names:
+        if not name.startswith(STORE_NAME_PREFIX):
+            continue
+        actor = ray.get_actor(name, namespace=STORE_NAMESPACE)
+        try:
+            ray.get(actor.stop.remote(), timeout=STORE_STOP_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            print(f"{name} did not stop by itself and is killed: {error}", flush=True)
+        ray.kill(actor, no_restart=True)

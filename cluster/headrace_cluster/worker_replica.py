@@ -40,7 +40,7 @@ class EvictCall:
 
 
 class WorkerReplica:
-    """What both kinds of worker share: construction, identity, health, eviction, shutdown."""
+    """One worker. Which calls it takes is its role's matter; a worker of role BOTH takes both kinds."""
 
     async def __init__(self, settings: dict[str, Any], role: str) -> None:
         from headrace.compose import build_worker
@@ -48,50 +48,44 @@ class WorkerReplica:
         config = load_config(settings, environ={})
         await ensure_store_actor(config)
         self._worker_id = WorkerId(serve.get_replica_context().replica_id.unique_id)
-        self._service = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)
-        await self._service.start()
+        self._worker = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)
+        await self._worker.start()
+
+    async def prefill(self, call: PrefillCall) -> AsyncIterator[str | PrefillResult]:
+        """Have the prompt's full blocks in the store; yields acceptance, then the result."""
+        self._check_addressed(call.worker_id)
+        yield ACCEPTED
+        yield await self._worker.prefill(call)
+
+    async def decode(self, call: DecodeCall) -> AsyncIterator[str | DecodeEvent]:
+        """Stream the tokens; yields acceptance, then what `DecodeService.decode` yields."""
+        self._check_addressed(call.worker_id)
+        yield ACCEPTED
+        async with aclosing(self._worker.decode(call)) as events:
+            async for event in events:
+                yield event
 
     async def evict_device(self, call: EvictCall) -> AsyncIterator[str | EvictReport]:
         """Evict from this worker's pool."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
-        yield await self._service.evict_device(call.selector, dry_run=call.dry_run)
+        yield await self._worker.evict_device(call.selector, dry_run=call.dry_run)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises: healthy means that it can serve a call now."""
-        if not self._service.healthy():
+        if not self._worker.healthy():
             raise WorkerUnavailable(self._worker_id, "the engine does not step any more")
 
     async def __del__(self) -> None:
         """Serve calls this once, after the last call has ended or the grace period is over."""
-        service = getattr(self, "_service", None)
-        if service is not None:
-            await service.stop()
+        worker = getattr(self, "_worker", None)
+        if worker is not None:
+            await worker.stop()
 
     def _check_addressed(self, worker_id: WorkerId) -> None:
         if worker_id != self._worker_id:
             raise WorkerUnavailable(worker_id, "it is gone; the call reached another worker")
 
 
-@serve.deployment
-class PrefillWorker(WorkerReplica):
-    """A prefill worker."""
-
-    async def prefill(self, call: PrefillCall) -> AsyncIterator[str | PrefillResult]:
-        """Have the prompt's full blocks in the store; yields acceptance, then the result."""
-        self._check_addressed(call.worker_id)
-        yield ACCEPTED
-        yield await self._service.prefill(call)
-
-
-@serve.deployment
-class DecodeWorker(WorkerReplica):
-    """A decode worker."""
-
-    async def decode(self, call: DecodeCall) -> AsyncIterator[str | DecodeEvent]:
-        """Stream the tokens; yields acceptance, then what `DecodeService.decode` yields."""
-        self._check_addressed(call.worker_id)
-        yield ACCEPTED
-        async with aclosing(self._service.decode(call)) as events:
-            async for event in events:
-                yield event
+PrefillWorker = serve.deployment(name="PrefillWorker")(WorkerReplica)
+DecodeWorker = serve.deployment(name="DecodeWorker")(WorkerReplica)

@@ -1,0 +1,187 @@
+"""Start and stop a whole system on one machine.
+
+Owns what `headrace up` and `headrace down` do from outside: start a detached supervisor (`supervisor.py`), follow its
+progress, and make sure that nothing is left when it ends, fails or is killed. One instance per state directory.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.compose import prepare_model
+from headrace.config import Config, config_to_flat, load_config
+from headrace.core.errors import HeadraceError
+from headrace_cluster.local_instance import (
+    CONFIG_FILE,
+    INSTANCE_VARIABLE,
+    LOG_FILE,
+    PROGRESS_FILE,
+    STATE_FILE,
+    InstanceState,
+    Report,
+    default_state_dir,
+    is_alive,
+    kill_processes_of,
+    read_state,
+    remove_files_of,
+)
+
+# The supervisor has its own bound for each part it starts (`supervisor.py`); this is above their sum.
+START_TIMEOUT_S = 900.0
+# Streams under way get 10 s of grace, then Serve, the store node, Ray and the index take a few seconds each.
+STOP_TIMEOUT_S = 60.0
+POLL_S = 0.1
+
+
+class LaunchFailed(HeadraceError):
+    """The system did not come up, or one is up already; the message says why."""
+
+
+def launch_local(config: Config, *, report: Report) -> InstanceState:
+    """Start a system and return when it serves. Raises LaunchFailed with the cause; then nothing is left running.
+
+    `report` gets a line for each step. Ctrl-C (or any exception from `report`) ends what was started.
+    """
+    state_dir = default_state_dir(config).resolve()
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with _only_one(state_dir):
+        running = read_state(state_dir)
+        if running is not None and is_alive(running):
+            raise LaunchFailed(f"a system is up already at {running.http_url}; end it first (headrace down)")
+        _clean_up(state_dir, report)
+        prepare_model(config.model, report=report)
+        instance_id = secrets.token_hex(4)
+        (state_dir / CONFIG_FILE).write_text(json.dumps(config_to_flat(config)), encoding="utf-8")
+        (state_dir / PROGRESS_FILE).write_text("", encoding="utf-8")
+        supervisor = _spawn_supervisor(state_dir, instance_id)
+        try:
+            return _follow(supervisor, state_dir, report)
+        except BaseException:
+            _stop_supervisor(supervisor.pid, lambda: supervisor.poll() is None)
+            kill_processes_of(instance_id, report)
+            _clean_up(state_dir, report)
+            raise
+
+
+def down(state_dir: Path, *, report: Report) -> bool:
+    """End the instance of this state directory and verify that nothing of it is left. True when there was one."""
+    state_dir = state_dir.expanduser().resolve()
+    if not state_dir.exists():
+        return False
+    with _only_one(state_dir):
+        return _clean_up(state_dir, report)
+
+
+def _clean_up(state_dir: Path, report: Report) -> bool:
+    state = read_state(state_dir)
+    if state is None:
+        return False
+    if is_alive(state):
+        report(f"stopping {', '.join(reversed(state.started)) or 'what was started'}")
+        _stop_supervisor(state.pid, lambda: is_alive(state))
+    kill_processes_of(state.instance_id, report)
+    remove_files_of(state, report)
+    (state_dir / STATE_FILE).unlink(missing_ok=True)
+    return True
+
+
+def _spawn_supervisor(state_dir: Path, instance_id: str) -> "subprocess.Popen[bytes]":
+    """Detached: its own session, so that Ctrl-C in this terminal and its closing do not reach the system."""
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment |= {
+        INSTANCE_VARIABLE: instance_id,
+        "PYTHONUNBUFFERED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's processes know each other by this token, which nobody else has; without it Ray would write one to the
+        # user's home.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    with open(state_dir / LOG_FILE, "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "headrace_cluster.supervisor", str(state_dir), instance_id],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+
+
+def _follow(supervisor: "subprocess.Popen[bytes]", state_dir: Path, report: Report) -> InstanceState:
+    """Pass progress on until the system is ready. The last line of a supervisor that gives up is the cause."""
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    last = "it printed nothing"
+    with open(state_dir / PROGRESS_FILE, encoding="utf-8") as progress:
+        while time.monotonic() < give_up_at:
+            ended = supervisor.poll() is not None
+            for line in progress:
+                last = line.rstrip()
+                report(last)
+            state = read_state(state_dir)
+            if state is not None and state.ready:
+                return state
+            if ended:
+                raise LaunchFailed(f"the system did not start: {last} (log: {state_dir / LOG_FILE})")
+            time.sleep(POLL_S)
+    raise LaunchFailed(f"the system was not ready after {START_TIMEOUT_S:.0f} s: {last} (log: {state_dir / LOG_FILE})")
+
+
+def _stop_supervisor(pid: int, runs) -> None:
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    give_up_at = time.monotonic() + STOP_TIMEOUT_S
+    while runs() and time.monotonic() < give_up_at:
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def _only_one(state_dir: Path) -> Iterator[None]:
+    """One start or stop at a time per state directory; the lock goes with its process."""
+    with open(state_dir / "lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchFailed(f"another start or stop is under way in {state_dir}") from None
+        yield
+
+
+def main() -> int:
+    """`python -m headrace_cluster.launch_local up|down [--config FILE] [--state-dir DIR]`."""
+    parser = argparse.ArgumentParser(prog="headrace_cluster.launch_local", description=main.__doc__)
+    parser.add_argument("command", choices=("up", "down"))
+    parser.add_argument("--config")
+    parser.add_argument("--state-dir")
+    arguments = parser.parse_args()
+    config = load_config({"state_dir": arguments.state_dir}, config_file=arguments.config)
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        if arguments.command == "up":
+            state = launch_local(config, report=report)
+            print(json.dumps({"http_url": state.http_url, "grpc_target": state.grpc_target}))
+        else:
+            down(default_state_dir(config), report=report)
+    except HeadraceError as error:
+        report(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""One running system on this machine: what is known of it, and which processes and files are its own.
+
+Owns `state.json` and the mark by which processes are recognised: every process of an instance inherits
+`HEADRACE_INSTANCE=<id>` in its environment, whoever started it (our supervisor, Ray, Serve), so that none is missed and
+no stranger's process is touched. Knows neither how a system is started nor what it serves.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headrace.config import Config
+
+INSTANCE_VARIABLE = "HEADRACE_INSTANCE"
+STATE_FILE = "state.json"
+CONFIG_FILE = "config.json"
+PROGRESS_FILE = "progress.log"
+LOG_FILE = "supervisor.log"
+
+# A killed process is gone within milliseconds; on a loaded machine the kernel takes longer to free a large arena.
+KILL_WAIT_S = 10.0
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceState:
+    """What `state.json` holds. `ready` is False while the system is starting or stopping."""
+
+    instance_id: str
+    pid: int  # the supervisor's
+    ready: bool
+    http_url: str
+    grpc_target: str
+    redis_url: str
+    arena_path: str
+    ray_temp_dir: str
+    started: tuple[str, ...]  # parts in the order of their start
+
+
+def default_state_dir(config: Config) -> Path:
+    """Where this configuration keeps state and logs."""
+    named = config.cluster.state_dir
+    return Path(named).expanduser() if named else Path.home() / ".local" / "state" / "headrace"
+
+
+def read_state(state_dir: Path) -> InstanceState | None:
+    """The recorded instance, dead or alive; None when there is none."""
+    try:
+        fields = json.loads((state_dir / STATE_FILE).read_text(encoding="utf-8"))
+        return InstanceState(**{**fields, "started": tuple(fields["started"])})
+    except FileNotFoundError:
+        return None
+
+
+def write_state(state_dir: Path, state: InstanceState) -> None:
+    """Replace the record in one step, so that a reader never sees half of it."""
+    scratch = state_dir / (STATE_FILE + ".new")
+    scratch.write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
+    scratch.replace(state_dir / STATE_FILE)
+
+
+def is_alive(state: InstanceState) -> bool:
+    """Whether the instance's supervisor runs; its id may by now belong to a stranger, which the mark tells."""
+    return _carries_mark(state.pid, state.instance_id)
+
+
+def processes_of(instance_id: str) -> dict[int, str]:
+    """Every live process of the instance: id -> command line, cut to 80 characters."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _carries_mark(int(entry.name), instance_id):
+            found[int(entry.name)] = _command_line(int(entry.name))
+    found.pop(os.getpid(), None)
+    return found
+
+
+def kill_processes_of(instance_id: str, report: Report) -> None:
+    """SIGKILL what is left of the instance, until nothing is. Raises TimeoutError naming what cannot be killed."""
+    give_up_at = time.monotonic() + KILL_WAIT_S
+    told: set[int] = set()
+    while left := processes_of(instance_id):
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"these processes do not end: {left}")
+        for pid, command in left.items():
+            if pid not in told:
+                report(f"killed process {pid}: {command}")
+                told.add(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
+
+
+def remove_files_of(state: InstanceState, report: Report) -> None:
+    """Remove the arena and Ray's session directory. Idempotent."""
+    if state.arena_path and Path(state.arena_path).exists():
+        Path(state.arena_path).unlink()
+        report(f"removed {state.arena_path}")
+    if state.ray_temp_dir and Path(state.ray_temp_dir).exists():
+        shutil.rmtree(state.ray_temp_dir)
+        report(f"removed {state.ray_temp_dir}")
+
+
+def _carries_mark(pid: int, instance_id: str) -> bool:
+    """A zombie has no environment any more and does not count: it is dead."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    return f"{INSTANCE_VARIABLE}={instance_id}".encode() in environment.split(b"\0")
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80].strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

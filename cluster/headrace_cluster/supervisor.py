@@ -1,0 +1,292 @@
+"""The process that a local system lives in: it starts the parts in order, waits until they serve, and stops them.
+
+Owns the order of start and stop, the private Ray, and the embedded index's restart. Runs detached; speaks to the one
+who launched it by lines in `progress.log` and by `state.json`. It must not touch any other Ray on this machine: it
+joins none (`address="local"`), its session lies in a directory of its own, its ports are free ones.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import ray
+from ray import serve
+
+from headrace.compose import arena_path
+from headrace.config import Config, GatewaySettings, config_to_flat, load_config
+from headrace.core.errors import ConfigInvalid, HeadraceError
+from headrace.index.embedded_valkey import EmbeddedValkey
+from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, InstanceState, write_state
+from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, serve_app
+from headrace_cluster.store_actor import stop_store_actors
+
+# Loading a large model from a slow disk takes minutes; a deployment that is not up by then never will be.
+READY_TIMEOUT_S = 600.0
+# A progress line at least this often while something is waited for.
+PROGRESS_EVERY_S = 5.0
+POLL_S = 0.2
+CALL_TIMEOUT_S = 10.0
+# The first generation compiles and warms everything once.
+FIRST_GENERATE_TIMEOUT_S = 60.0
+# Ray's object store carries nothing of ours (KV blocks go through the arena); this is Ray's own minimum.
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+# Ports tried after a default one that is taken.
+PORTS_TRIED = 50
+
+
+class Stopped(BaseException):
+    """SIGTERM: unwind what was started. A BaseException, so that nothing on the way takes it for a failure."""
+
+
+class Supervisor:
+    """One local system, from start to stop."""
+
+    def __init__(self, state_dir: Path, instance_id: str) -> None:
+        self._state_dir = state_dir
+        self._progress = open(state_dir / PROGRESS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._began_at = time.monotonic()
+        settings = json.loads((state_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not settings["node_id"]:
+            # Two instances on one host must not share an arena.
+            settings["node_id"] = f"{socket.gethostname()}-{instance_id}"
+        self._config = load_config(settings, environ={})
+        self._state = InstanceState(
+            instance_id=instance_id,
+            pid=os.getpid(),
+            ready=False,
+            http_url="",
+            grpc_target="",
+            redis_url="",
+            arena_path=str(arena_path(self._config.store)),
+            ray_temp_dir="",
+            started=(),
+        )
+
+    def run(self) -> int:
+        """Start, serve until SIGTERM, stop. Returns the exit status."""
+        stop_on_sigterm()
+        try:
+            with ExitStack() as parts:
+                self._start(parts)
+                self._wait_until_ready()
+                self._record(ready=True)
+                self._serve()
+        except Stopped:
+            self._say("stopped")
+            return 0
+        except Exception as error:
+            traceback.print_exc()
+            self._say(
+                str(error) if isinstance(error, HeadraceError | StartFailed) else f"{type(error).__name__}: {error}"
+            )
+            return 1
+        return 0
+
+    def _start(self, parts: ExitStack) -> None:
+        """Each part is put on the stack as it is started, so that they end in the opposite order."""
+        self._record()
+        if not self._config.index.redis_url:
+            self._index = EmbeddedValkey()
+            redis_url = self._index.start()
+            parts.callback(self._index.stop)
+            self._config = replace(self._config, index=replace(self._config.index, redis_url=redis_url))
+            self._started("index (embedded Valkey)", redis_url=redis_url)
+        else:
+            self._index = None
+            self._record(redis_url=self._config.index.redis_url)
+
+        temp_dir = tempfile.mkdtemp(prefix="headrace-")  # short: Ray puts socket paths of 60 characters below it
+        self._record(ray_temp_dir=temp_dir)
+        start_private_ray(temp_dir, self._config)
+        parts.callback(ray.shutdown)
+        stop_on_sigterm()  # ray.init puts its own handler there
+        self._started("Ray")
+        parts.callback(stop_store_actors)
+
+        gateway = self._config.gateway
+        http_port = self._port("http_port", gateway.http_host, gateway.http_port)
+        grpc_port = self._port("grpc_port", "", gateway.grpc_port)
+        parts.callback(serve.shutdown)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": gateway.http_host, "port": http_port},
+            grpc_options={"port": grpc_port, "grpc_servicer_functions": GRPC_SERVICER_FUNCTIONS},
+        )
+        shown_host = "127.0.0.1" if gateway.http_host in ("0.0.0.0", "::", "") else gateway.http_host
+        self._started("Serve", http_url=f"http://{shown_host}:{http_port}", grpc_target=f"127.0.0.1:{grpc_port}")
+        serve.run_many(
+            [serve.RunTarget(target=serve_app(config_to_flat(self._config)), name=APP_NAME, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def _wait_until_ready(self) -> None:
+        """All replicas run, every worker and the store node are registered, and one token was generated."""
+        cluster = self._config.cluster
+        give_up_at = time.monotonic() + READY_TIMEOUT_S
+        self._wait_for("workers to load the model", give_up_at, replicas_missing)
+        channel = grpc.insecure_channel(self._state.grpc_target)
+        try:
+            admin = admin_pb2_grpc.CacheAdminStub(channel)
+            wanted = cluster.prefill_workers + cluster.decode_workers
+            self._wait_for("workers and store node to register", give_up_at, lambda: members_missing(admin, wanted))
+            self._say("generating a first token")
+            request = inference_pb2.GenerateRequest(
+                text="Hello",
+                sampling=inference_pb2.Sampling(max_tokens=1),
+                cache=inference_pb2.CacheOptions(bypass=True),
+            )
+            events = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=FIRST_GENERATE_TIMEOUT_S)
+            if not any(event.HasField("done") for event in events):
+                raise StartFailed("the first generation ended without a result")
+        except grpc.RpcError as error:
+            raise StartFailed(f"the first generation failed: {error.code().name}: {error.details()}") from error
+        finally:
+            channel.close()
+        self._say(f"ready: {self._state.http_url} (HTTP), {self._state.grpc_target} (gRPC)")
+
+    def _wait_for(self, what: str, give_up_at: float, missing) -> None:
+        """Poll `missing()` until it returns "", telling what it returns when that changes."""
+        told, told_at = "", 0.0
+        while still := missing():
+            now = time.monotonic()
+            if now > give_up_at:
+                raise StartFailed(f"waited {READY_TIMEOUT_S:.0f} s for {what}: {still}")
+            if still != told or now > told_at + PROGRESS_EVERY_S:
+                self._say(f"waiting for {what}: {still}")
+                told, told_at = still, now
+            time.sleep(POLL_S)
+
+    def _serve(self) -> None:
+        """Until SIGTERM. An index that died is started again on its port, empty; its holders register anew."""
+        while True:
+            time.sleep(1.0)
+            if self._index is not None and not self._index.alive():
+                print("the embedded index died; starting it again", flush=True)
+                self._index.start()
+
+    def _port(self, key: str, host: str, wanted: int) -> int:
+        """The wanted port; another one when it was left to us (0) or is a default that is taken."""
+        if wanted == 0:
+            return free_port(host)
+        if can_bind(host, wanted):
+            return wanted
+        if wanted != getattr(GatewaySettings(), key):
+            raise ConfigInvalid(key, f"port {wanted} is taken; choose another or 0 for any free one")
+        for port in range(wanted + 1, wanted + PORTS_TRIED):
+            if can_bind(host, port):
+                self._say(f"port {wanted} is taken; using {port} for {key}")
+                return port
+        raise ConfigInvalid(key, f"ports {wanted}..{wanted + PORTS_TRIED} are taken; choose another or 0")
+
+    def _started(self, part: str, **known: str) -> None:
+        self._say(f"started {part}")
+        self._record(started=(*self._state.started, part), **known)
+
+    def _record(self, **known: object) -> None:
+        self._state = replace(self._state, **known)
+        write_state(self._state_dir, self._state)
+
+    def _say(self, line: str) -> None:
+        text = f"[{time.monotonic() - self._began_at:5.1f} s] {line}"
+        self._progress.write(text + "\n")
+        print(text, flush=True)
+
+
+class StartFailed(RuntimeError):
+    """A part did not come up; the message holds its own error."""
+
+
+def start_private_ray(temp_dir: str, config: Config) -> None:
+    """A Ray of our own. Books only as many cores as the replicas need: Ray starts one idle worker for each."""
+    replicas = config.cluster.prefill_workers + config.cluster.decode_workers + 1
+    ray.init(
+        address="local",
+        _temp_dir=temp_dir,
+        _node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        num_cpus=math.ceil(replicas * REPLICA_CPUS),
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=True,
+        namespace=APP_NAME,
+    )
+
+
+def replicas_missing() -> str:
+    """Which deployments do not run fully yet; "" when all do. Raises StartFailed with a replica's own error."""
+    app = serve.status().applications.get(APP_NAME)
+    if app is None:
+        return "the application to be created"
+    if app.status == "DEPLOY_FAILED":
+        messages = [d.message for d in app.deployments.values() if d.status == "DEPLOY_FAILED"] or [app.message]
+        raise StartFailed(last_error(messages[0]))
+    if app.status == "RUNNING":
+        return ""
+    counts = ", ".join(
+        f"{name} {deployment.replica_states.get('RUNNING', 0)} of {sum(deployment.replica_states.values()) or '?'}"
+        for name, deployment in sorted(app.deployments.items())
+    )
+    return counts or "the deployments to be created"
+
+
+def members_missing(admin: admin_pb2_grpc.CacheAdminStub, workers_wanted: int) -> str:
+    """What has not registered in the index yet; "" when all has."""
+    try:
+        status = admin.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return f"the gateway answers {error.code().name}: {error.details()}"
+    if len(status.workers) >= workers_wanted and status.store_nodes:
+        return ""
+    return f"{len(status.workers)} of {workers_wanted} workers, {len(status.store_nodes)} of 1 store nodes"
+
+
+def last_error(message: str) -> str:
+    """The exception at the end of a remote traceback, without its module's path."""
+    lines = [line for line in message.strip().splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Refused|Invalid|Failed|Unavailable)\b", line)]
+    line = (errors or lines or ["it gave no reason"])[-1].strip()
+    return re.sub(r"^(\w+\.)+(?=\w+:)", "", line)
+
+
+def can_bind(host: str, port: int) -> bool:
+    """Whether the port is free on that address ("" for all of them)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port(host: str) -> int:
+    """A port that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM raises Stopped in the main thread, once: a second one must not cut the clean-up short."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(Supervisor(Path(sys.argv[1]), sys.argv[2]).run())
