@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
-from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention, step_context
+from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, attending, register_attention
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.paged_kv import PagedKV
 
@@ -46,12 +46,8 @@ def load_model(
     config = AutoConfig.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=ATTENTION_NAME).eval()
     probe = ShapeProbe()
-    reset = step_context.set(probe)
-    try:
-        with torch.inference_mode():
-            model(input_ids=torch.tensor([[0, 1]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
-    finally:
-        step_context.reset(reset)
+    with attending(probe), torch.inference_mode():
+        model(input_ids=torch.tensor([[0, 1]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
     kv_heads, head_dim, _ = probe.shapes[0]
     layout = KvLayout(
         dtype=str(model.dtype).removeprefix("torch."),
@@ -77,7 +73,7 @@ def load_model(
     return LoadedModel(
         name=path.name,
         path=path,
-        runner=ModelRunner(model, kv, row_multiple=8),
+        runner=ModelRunner(model, kv, row_multiple=8, threads=0),
         kv=kv,
         namespace=namespace,
         context_tokens_max=engine.context_tokens_max or config.max_position_embeddings,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from headrace.engine.attention import TILE, SequenceSpan, StepContext, step_context
+from headrace.engine.attention import TILE, Scratch, SequenceSpan, StepContext, attending
 from headrace.engine.paged_kv import PagedKV
 
 
@@ -25,62 +25,74 @@ class SequenceStep:
 
 
 class ModelRunner:
-    """Runs a model over the pool. One thread at a time; that thread is the step thread."""
+    """Runs a model over the pool. One thread at a time."""
 
-    def __init__(self, model: PreTrainedModel, kv: PagedKV, *, row_multiple: int) -> None:
+    def __init__(self, model: PreTrainedModel, kv: PagedKV, *, row_multiple: int, threads: int) -> None:
+        """row_multiple: rows of every linear layer's input are padded to a multiple of this (1: not at all).
+
+        threads: for torch's operators while a step runs, in whichever thread that is; 0 leaves the process's setting.
+        """
         assert row_multiple >= 1
         self.model = model
         self.kv = kv
         self.row_multiple = row_multiple
+        self.threads = threads
+        self._scratch = Scratch()
 
     @torch.inference_mode()
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """Compute the steps' tokens: writes their KV into their blocks and returns the logits that are wanted.
 
-        Returns [number of steps that want logits, vocab] float32 on the CPU, in the steps' order. Two steps of one
-        call must not be of the same sequence.
+        Returns [steps that want logits, vocab] float32 on the CPU, in the steps' order. No two steps of one call may be
+        of the same sequence.
         """
         assert steps
+        assert all(step.token_ids for step in steps)
+        if self.threads and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)  # the OpenMP setting belongs to the calling thread
+        token_ids = [token for step in steps for token in step.token_ids]
+        positions = [p for step in steps for p in range(step.start, step.start + len(step.token_ids))]
+        context = self._lay_out(steps)
+        wanted = [
+            span.row + span.num_rows - 1 for step, span in zip(steps, context.spans, strict=True) if step.wants_logits
+        ]
+        device = self.kv.device
+        with attending(context):
+            # Padding rows are token 0 at position 0: finite, and nothing reads what comes of them.
+            output = self.model(
+                input_ids=torch.tensor([self._padded(token_ids)], device=device),
+                position_ids=torch.tensor([self._padded(positions)], device=device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(self._padded(wanted or [0]), device=device),
+            )
+        return output.logits[0, : len(wanted)].float().cpu()
+
+    def _padded(self, rows: list[int]) -> list[int]:
+        return rows + [0] * (-len(rows) % self.row_multiple)
+
+    def _lay_out(self, steps: Sequence[SequenceStep]) -> StepContext:
+        """Give every token its row of the batch and its slot of the pool."""
         block_tokens, device = self.kv.layout.block_tokens, self.kv.device
-        token_ids: list[int] = []
-        positions: list[int] = []
         slots: list[int] = []
         spans: list[SequenceSpan] = []
-        wanted: list[int] = []
         for step in steps:
-            assert step.token_ids
             end = step.start + len(step.token_ids)
-            assert len(step.block_ids) * block_tokens >= end
-            tile_end = -(-end // TILE) * TILE
-            table = list(step.block_ids[: -(-tile_end // block_tokens)])
-            table += [table[-1]] * (-(-tile_end // block_tokens) - len(table))
-            row = len(token_ids)
+            assert len(step.block_ids) * block_tokens >= end, "block table too short for the tokens"
+            blocks_to_tile_end = -(-(-(-end // TILE) * TILE) // block_tokens)
+            table = list(step.block_ids[:blocks_to_tile_end])
+            table += table[-1:] * (blocks_to_tile_end - len(table))
             spans.append(
                 SequenceSpan(
-                    row=row,
+                    row=len(slots),
                     num_rows=len(step.token_ids),
                     start=step.start,
                     block_table=torch.tensor(table, dtype=torch.int64, device=device),
                 )
             )
-            token_ids += step.token_ids
-            positions += range(step.start, end)
-            slots += [
-                step.block_ids[p // block_tokens] * block_tokens + p % block_tokens for p in range(step.start, end)
-            ]
-            if step.wants_logits:
-                wanted.append(len(token_ids) - 1)
-        padding = -len(token_ids) % self.row_multiple
-        context = StepContext(kv=self.kv, spans=spans, slots=torch.tensor(slots, dtype=torch.int64, device=device))
-        keep = (wanted or [0]) + [0] * (-len(wanted or [0]) % self.row_multiple)
-        reset = step_context.set(context)
-        try:
-            output = self.model(
-                input_ids=torch.tensor([token_ids + [0] * padding], device=device),
-                position_ids=torch.tensor([positions + [0] * padding], device=device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(keep, device=device),
-            )
-        finally:
-            step_context.reset(reset)
-        return output.logits[0, : len(wanted)].float().cpu()
+            slots += [table[p // block_tokens] * block_tokens + p % block_tokens for p in range(step.start, end)]
+        return StepContext(
+            kv=self.kv,
+            spans=spans,
+            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+            scratch=self._scratch,
+        )
