@@ -146,6 +146,20 @@ def settings_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+def setting_sources(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+) -> dict[str, str]:
+    """Where `load_config` with the same arguments takes each setting from: flag, environment, file or default."""
+    sources = dict.fromkeys(settings_table(), "default")
+    sources |= {key: f"file {config_file}" for key, value in _read_file(config_file).items() if value is not None}
+    named = _read_environ(os.environ if environ is None else environ)
+    sources |= {key: f"environment HEADRACE_{key.upper()}" for key in named}
+    return sources | {key: "flag" for key, value in (flags or {}).items() if value is not None}
+
+
 def config_to_flat(config: Config) -> dict[str, Any]:
     """The inverse of parsing: setting name -> value, for handing a Config to another process."""
     return {name: getattr(getattr(config, piece), name) for name, (piece, _) in settings_table().items()}

@@ -186,6 +186,8 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
         return admin_pb2.ListBlocksReply(blocks=shown, total_blocks=len(entries), errors=errors)
 
     async def Evict(self, request, context):
+        if self.failure is not None:
+            await _refuse(context, self.failure)
         return admin_pb2.EvictReply(reports=[self._evict(holder, request) for holder in self.holder_blocks])
 
     def _evict(self, holder: str, request: admin_pb2.EvictRequest) -> admin_pb2.EvictReport:

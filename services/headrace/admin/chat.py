@@ -1,0 +1,87 @@
+"""`headrace chat`: a conversation on the terminal that shows after each turn what the cache saved."""
+
+import json
+
+import click
+
+from headrace.admin.connection import address_option, connect
+from headrace.admin.inference_commands import describe_result, print_text, result_json, sampling_options
+from headrace.admin.terminal import say
+from headrace.client import HeadraceClient, Message, Sampling
+from headrace.core.errors import HeadraceError
+
+
+@click.command()
+@click.option("--system", default="", help="System message at the start of the conversation.")
+@click.option("--model", default="", help="Needed only when more than one is served.")
+@sampling_options
+@address_option
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each turn.")
+def chat(*, system: str, model: str, sampling: Sampling, address: str, as_json: bool) -> None:
+    """Talk to a model. /reset forgets the conversation, /exit (or end of input) ends it, Ctrl-C stops an answer.
+
+    After each turn: prompt tokens, cached tokens by source, time to first token. The history is sent again each turn,
+    so a growing share of the prompt comes from the cache.
+    """
+    with connect(address) as client:
+        conversation = Conversation(client, system=system, model=model, sampling=sampling, as_json=as_json)
+        say(f"{conversation.model} at {address}. /reset forgets, /exit ends.")
+        while (line := _read_line()) is not None:
+            if line == "/exit":
+                return
+            if line == "/reset":
+                conversation.reset()
+                say("forgotten")
+            elif line.startswith("/"):
+                say(f"unknown command {line}; there are /reset and /exit")
+            elif line:
+                conversation.ask(line)
+
+
+def _read_line() -> str | None:
+    """The next line without blanks around it; None at the end of input. The prompt goes to stderr, like all remarks."""
+    click.echo("> ", nl=False, err=True)
+    line = click.get_text_stream("stdin").readline()
+    return line.strip() if line else None
+
+
+class Conversation:
+    """The turns so far. A turn that failed or was stopped is not kept: the next one starts from what was whole."""
+
+    def __init__(self, client: HeadraceClient, *, system: str, model: str, sampling: Sampling, as_json: bool) -> None:
+        """Ask the server for its models first, so that a wrong address or name is told before anybody types."""
+        served = [m.id for m in client.list_models()]
+        self.model = model or (served[0] if served else "")
+        self._client = client
+        self._start = [Message("system", system)] if system else []
+        self._turns = list(self._start)
+        self._sampling = sampling
+        self._as_json = as_json
+
+    def reset(self) -> None:
+        """Forget all turns but the system message."""
+        self._turns = list(self._start)
+
+    def ask(self, text: str) -> None:
+        """Send one turn, stream the answer, print what it cost."""
+        turns = [*self._turns, Message("user", text)]
+        try:
+            answer = self._stream(turns)
+        except HeadraceError as error:
+            say(f"error: {error}")
+            return
+        except KeyboardInterrupt:
+            say("\nstopped; this turn is not kept")
+            return
+        self._turns = [*turns, Message("assistant", answer)]
+
+    def _stream(self, turns: list[Message]) -> str:
+        with self._client.stream(turns, model=self.model, sampling=self._sampling) as stream:
+            if not self._as_json:
+                print_text(stream)
+            result = stream.result()
+        if self._as_json:
+            click.echo(json.dumps(result_json(result), ensure_ascii=False))
+        else:
+            say(f"[{describe_result(result)}]")
+        return result.text

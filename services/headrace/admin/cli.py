@@ -1,0 +1,24 @@
+"""`headrace`: the command line. This file only joins the commands; each noun has a file of its own."""
+
+import click
+
+from headrace import __version__
+from headrace.admin.cache_commands import cache
+from headrace.admin.chat import chat
+from headrace.admin.config_commands import config
+from headrace.admin.inference_commands import generate, models
+from headrace.admin.system_commands import demo, down, status, store_node, up, verify
+from headrace.admin.terminal import EXIT_CODE_HELP, ErrorGroup
+
+
+@click.group(cls=ErrorGroup, epilog=EXIT_CODE_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, package_name="headrace")
+def main() -> None:
+    """Headrace: a distributed prefix cache for LLM inference."""
+
+
+for command in (up, down, status, models, generate, chat, cache, verify, demo, store_node, config):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Cached blocks as people think of them: prompts that share a beginning and then part.
+
+A run is a stretch of consecutive blocks that nothing branches off and that the same holders keep; runs form a tree.
+Pure: it knows neither the network nor the terminal.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.client import BlockEntry
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRun:
+    """One stretch of a prompt. Bytes and hits count every copy; tokens count the stretch once."""
+
+    depth: int  # how many runs lie before it
+    model: str
+    namespace: str
+    first_hash: bytes
+    last_hash: bytes
+    first_position: int
+    num_blocks: int
+    num_tokens: int
+    holders: tuple[str, ...]
+    bytes: int
+    hits: int
+    idle_s: float  # of the copy used last
+    text: str
+
+
+Copies = list[BlockEntry]  # one block on each of its holders
+
+
+def build_prefix_runs(blocks: Sequence[BlockEntry]) -> list[PrefixRun]:
+    """Group blocks into runs, parents before children, prompts in the order of their first block's token ids."""
+    copies: dict[bytes, Copies] = defaultdict(list)
+    for block in blocks:
+        copies[block.block_hash].append(block)
+    children: dict[bytes, list[bytes]] = defaultdict(list)
+    for block_hash, same in copies.items():
+        children[same[0].parent_hash].append(block_hash)
+    roots = [block_hash for block_hash, same in copies.items() if same[0].parent_hash not in copies]
+    runs: list[PrefixRun] = []
+    # A stack rather than recursion: a chain may branch at each of 8,192 blocks.
+    waiting = [(root, 0) for root in sorted(roots, key=lambda h: copies[h][0].token_ids, reverse=True)]
+    while waiting:
+        first, depth = waiting.pop()
+        stretch = list(_stretch(first, copies, children))
+        runs.append(_describe([copies[block_hash] for block_hash in stretch], depth))
+        waiting += [(child, depth + 1) for child in reversed(children[stretch[-1]])]
+    return runs
+
+
+def _stretch(first: bytes, copies: dict[bytes, Copies], children: dict[bytes, list[bytes]]) -> Iterator[bytes]:
+    yield first
+    while len(children[first]) == 1:
+        (following,) = children[first]
+        if _holders(copies[following]) != _holders(copies[first]):
+            return
+        yield following
+        first = following
+
+
+def _holders(same: Copies) -> tuple[str, ...]:
+    return tuple(sorted(block.holder for block in same))
+
+
+def _describe(stretch: list[Copies], depth: int) -> PrefixRun:
+    first, last = stretch[0][0], stretch[-1][0]
+    every_copy = [block for same in stretch for block in same]
+    return PrefixRun(
+        depth=depth,
+        model=first.model,
+        namespace=first.namespace,
+        first_hash=first.block_hash,
+        last_hash=last.block_hash,
+        first_position=first.position,
+        num_blocks=len(stretch),
+        num_tokens=sum(len(same[0].token_ids) for same in stretch),
+        holders=_holders(stretch[0]),
+        bytes=sum(block.bytes for block in every_copy),
+        hits=sum(block.hits for block in every_copy),
+        idle_s=min(block.idle_s for block in every_copy),
+        text="".join(same[0].text for same in stretch),
+    )

@@ -1,0 +1,101 @@
+"""How a command line names cached blocks: options that together make a Selector."""
+
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from headrace.client import Selector
+
+DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
+UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3_600.0, "d": 86_400.0, None: 1.0}
+HASH_LENGTHS = (16, 32)  # bytes: xxh3-128, SHA-256
+
+
+class Duration(click.ParamType):
+    """`30s`, `10m`, `2h`, `1d`, or plain seconds; becomes seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse, or fail with the forms that are understood."""
+        if isinstance(value, float):
+            return value
+        found = DURATION.fullmatch(value.strip())
+        if found is None:
+            self.fail(f"{value!r} is not a duration; write 30s, 10m, 2h or 1d", param, ctx)
+        return float(found[1]) * UNIT_SECONDS[found[2]]
+
+
+class TokenIds(click.ParamType):
+    """`1,2,3`; becomes a tuple of ids."""
+
+    name = "ids"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Parse, or fail naming what is not an id."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            self.fail(f"{value!r} is not a list of token ids; write 1,2,3", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+class BlockHashText(click.ParamType):
+    """A block hash in hex, whole, as `cache ls` prints it."""
+
+    name = "hash"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+        """Parse, or fail: a shortened hash could mean other blocks than intended."""
+        try:
+            parsed = value if isinstance(value, bytes) else bytes.fromhex(value)
+        except ValueError:
+            parsed = b""
+        if len(parsed) not in HASH_LENGTHS:
+            self.fail(f"{value!r} is not a whole block hash in hex (32 or 64 digits)", param, ctx)
+        return parsed
+
+
+def selector_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the selecting options; the command gets them together as `selector`."""
+
+    @wraps(command)
+    def with_selector(
+        *args: Any,
+        model: str,
+        namespace: str,
+        block_hashes: tuple[bytes, ...],
+        prefix_text: str,
+        prefix_token_ids: tuple[int, ...],
+        idle_for_s: float | None,
+        **kwargs: Any,
+    ) -> Any:
+        selector = Selector(
+            model=model,
+            namespace=namespace,
+            block_hashes=block_hashes,
+            prefix_text=prefix_text,
+            prefix_token_ids=prefix_token_ids,
+            idle_for_s=idle_for_s,
+        )
+        return command(*args, selector=selector, **kwargs)
+
+    decorated: Callable[..., Any] = with_selector
+    for option in (
+        click.option(
+            "--idle", "--age", "idle_for_s", type=Duration(), help="Not used for this long or longer: 10m, 2h."
+        ),
+        click.option("--namespace", default="", help="Blocks of this namespace only."),
+        click.option("--model", default="", help="Blocks of this model only."),
+        click.option(
+            "--hash", "block_hashes", type=BlockHashText(), multiple=True, help="A block and what follows it."
+        ),
+        click.option("--token-ids", "prefix_token_ids", type=TokenIds(), default=(), help="As --prefix, as token ids."),
+        click.option("--prefix", "prefix_text", default="", help="Blocks of prompts that begin with this text."),
+    ):
+        decorated = option(decorated)
+    return decorated

@@ -1,0 +1,161 @@
+"""`headrace up`, `down`, `status`, `store-node`, `verify`, `demo`: the system as a whole.
+
+The parts that run a system need torch, Ray and Redis, which the base install has not: they are imported by name when a
+command needs them, and what is missing is said with the extra that brings it.
+"""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.admin.connection import address_option, connect, state_directory
+from headrace.admin.setting_flags import ALL_PIECES, setting_options
+from headrace.admin.terminal import (
+    EXIT_CHECK_FAILED,
+    ExtraMissing,
+    json_option,
+    print_json,
+    print_table,
+    say,
+)
+from headrace.client import SystemStatus
+from headrace.config import load_config
+
+
+def load_function(path: str, *, command: str, extra: str) -> Callable[..., Any]:
+    """`package.module:function`, imported now. Raises ExtraMissing when a module that it needs is not installed."""
+    module, _, function = path.partition(":")
+    try:
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if str(error.name).split(".")[0] == "headrace":
+            raise
+        raise ExtraMissing(command, extra, str(error.name)) from error
+    return loaded
+
+
+@click.command()
+@setting_options(*ALL_PIECES)
+@json_option
+def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
+    """Start a whole system on this machine and print where it serves. It runs on until `headrace down`."""
+    launch_local = load_function("headrace_cluster.launch_local:launch_local", command="up", extra="all")
+    state = launch_local(load_config(flags, config_file=config_file), report=say)
+    if as_json:
+        print_json(state)
+        return
+    click.echo(f"HTTP (OpenAI-compatible): {state.http_url}/v1")
+    click.echo(f"gRPC:                     {state.grpc_target}")
+    click.echo("talk to it: headrace chat     look into the cache: headrace cache ls     end it: headrace down")
+
+
+@click.command()
+@click.option("--state-dir", default=None, help="State directory of the system to end. Default: the setting's.")
+@json_option
+def down(*, state_dir: str | None, as_json: bool) -> None:
+    """End the local system and verify that no process, shared memory or Ray session of it is left."""
+    end = load_function("headrace_cluster.launch_local:down", command="down", extra="all")
+    directory = state_directory(load_config({"state_dir": state_dir}).cluster.state_dir)
+    was_up = end(directory, report=say)
+    if as_json:
+        print_json({"was_up": was_up, "state_dir": str(directory)})
+    else:
+        click.echo("down" if was_up else f"nothing was up ({directory})")
+
+
+@click.command()
+@address_option
+@json_option
+def status(*, address: str, as_json: bool) -> None:
+    """Show live store nodes and workers with their load, and whether the index answers."""
+    with connect(address) as client:
+        found = client.status()
+    if as_json:
+        print_json(found)
+    else:
+        _print_status(found)
+
+
+def _print_status(found: SystemStatus) -> None:
+    rows = [
+        [
+            worker.worker_id,
+            worker.role,
+            worker.model,
+            worker.host,
+            worker.store_node or "-",
+            f"{worker.running:,}",
+            f"{worker.waiting:,}",
+            f"{worker.pool_blocks - worker.free_blocks:,}/{worker.pool_blocks:,}",
+            str(worker.pid),
+        ]
+        for worker in found.workers
+    ]
+    columns = ["worker ", "role ", "model ", "host ", "store node ", "running", "waiting", "blocks in use", "pid"]
+    print_table(columns, rows)
+    click.echo()
+    nodes = [[n.node_id, n.host, n.address, str(n.incarnation), str(n.pid)] for n in found.store_nodes]
+    print_table(["store node ", "host ", "address ", "incarnation", "pid"], nodes)
+    click.echo(f"\nindex: {'available' if found.index_available else 'NOT available; requests go on without reuse'}")
+
+
+@click.command("store-node")
+@setting_options("store", "index", "model", "engine")
+def store_node(*, flags: dict[str, Any], config_file: str | None) -> None:
+    """Run one store node in the foreground, until interrupted. Needs --redis-url and the size of the model's blocks."""
+    run = load_function("headrace.store.service:run_store_node", command="store-node", extra="store")
+    run(load_config(flags, config_file=config_file), report=say)
+
+
+@click.command()
+@setting_options("model", "engine")
+@click.option("--tokens", "generated_tokens", type=click.IntRange(min=1), default=200, help="Tokens to generate each.")
+@click.option("--plot", type=click.Path(dir_okay=False), default="headrace-verify.png", help="Where the plot goes.")
+@json_option
+def verify(*, flags: dict[str, Any], config_file: str | None, generated_tokens: int, plot: str, as_json: bool) -> None:
+    """Check on any model that reuse changes nothing, and measure what it saves.
+
+    Runs the same prompts cold, from the worker's own memory, from shared memory, over gRPC and after a store node was
+    killed and started again; compares token ids and the bits of the logits; measures decoding with and without KV
+    cache, and memory, as the text grows. Exit code 1 when anything differs.
+    """
+    verify_reuse = load_function("headrace.verify.verify_reuse:verify_reuse", command="verify", extra="all")
+    found = verify_reuse(
+        load_config(flags, config_file=config_file), generated_tokens=generated_tokens, plot=Path(plot), report=say
+    )
+    if as_json:
+        print_json(found.as_json())
+    else:
+        for title, columns, rows in found.tables():
+            print_table(columns, rows, title=title)
+            click.echo()
+        click.echo(found.verdict())
+    if not found.equal:
+        raise SystemExit(EXIT_CHECK_FAILED)
+
+
+@click.command()
+@setting_options(*ALL_PIECES)
+@click.option("--output", type=click.Path(file_okay=False), default=".headrace", help="Where demo.json goes.")
+@json_option
+def demo(*, flags: dict[str, Any], config_file: str | None, output: str, as_json: bool) -> None:
+    """Start a system, send it prompts that share a long prefix, kill parts of it, and show that no answer changed.
+
+    Leaves the system up. Exit code 1 when an answer differs from the cold one.
+    """
+    run_demo = load_function("headrace_cluster.demo:run_demo", command="demo", extra="all")
+    found = run_demo(load_config(flags, config_file=config_file), output=Path(output), report=say)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        for line in found.preface():
+            click.echo(line)
+        title, columns, rows = found.table()
+        print_table(columns, rows, title=title)
+        for line in found.closing():
+            click.echo(line)
+    if not found.equal:
+        raise SystemExit(EXIT_CHECK_FAILED)

@@ -1,0 +1,160 @@
+"""What people and scripts see: tables, sizes with units, JSON, exit codes.
+
+Rules: results go to stdout, remarks and progress to stderr, so that output can be piped; no colour and no box drawing
+tricks when stdout is not a terminal (rich decides); `--json` prints one JSON document and nothing else on stdout.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from headrace.client import GatewayUnreachable
+from headrace.core.errors import (
+    ConfigInvalid,
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidRequest,
+    ModelRefused,
+    Overloaded,
+    WorkerUnavailable,
+)
+
+JSON_KEY = "headrace.json"
+
+# Narrower classes first; 2 is click's own (wrong usage), 130 the shell's (interrupted).
+EXIT_CODES: tuple[tuple[type[HeadraceError], int], ...] = (
+    (InvalidRequest, 3),
+    (Overloaded, 4),
+    (WorkerUnavailable, 5),
+    (GatewayUnreachable, 6),
+    (DeadlineExceeded, 7),
+    (ConfigInvalid, 8),
+    (ModelRefused, 8),
+    (HeadraceError, 1),
+)
+EXIT_CHECK_FAILED = 1
+EXIT_INCOMPLETE = 9
+EXIT_CODE_HELP = """\b
+Exit codes:
+  0  done
+  1  a check found a difference, or an error without a class of its own
+  2  wrong usage
+  3  the request is invalid, or the model is not served
+  4  overloaded: try again later
+  5  a worker is unavailable
+  6  no gateway answers at the address
+  7  the deadline passed
+  8  a setting is wrong, a model is refused, or an extra is not installed
+  9  incomplete: at least one holder did not answer
+"""
+
+
+class ExtraMissing(ConfigInvalid):
+    """A command needs an optional part of the package that is not installed."""
+
+    def __init__(self, command: str, extra: str, missing: str) -> None:
+        HeadraceError.__init__(
+            self, f"`headrace {command}` needs the Python module {missing!r}: pip install 'headrace[{extra}]'"
+        )
+        self.key, self.why = extra, missing
+
+
+def exit_code_of(error: HeadraceError) -> int:
+    """The exit code of an error's class."""
+    return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+
+
+class ErrorGroup(click.Group):
+    """A command group that turns typed errors into a message and an exit code; with --json also into JSON."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Only the root turns errors into exits."""
+        try:
+            return super().invoke(ctx)
+        except HeadraceError as error:
+            if ctx.parent is not None:
+                raise
+            if ctx.meta.get(JSON_KEY):
+                print_json({"error": {"type": public_name(error), "message": str(error)}})
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(exit_code_of(error))
+
+
+def public_name(error: HeadraceError) -> str:
+    """The class that callers know: of the core's tree or the client's, not a private subclass of it."""
+    return next(kind.__name__ for kind, _ in EXIT_CODES if isinstance(error, kind))
+
+
+def json_option(command: Any) -> Any:
+    """Add `--json`, which the command gets as `as_json`."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+        ctx.meta[JSON_KEY] = value
+        return value
+
+    return click.option("--json", "as_json", is_flag=True, callback=remember, help="Print one JSON document.")(command)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one JSON document; bytes become hex, dataclasses objects."""
+    click.echo(json.dumps(to_jsonable(value), indent=2, ensure_ascii=False))
+
+
+def to_jsonable(value: Any) -> Any:
+    """Dataclasses, tuples, sets and bytes in JSON's own types."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {str(key): to_jsonable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_jsonable(part) for part in value]
+    return value
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+    """Print a table. Columns whose name ends in a space are aligned left, all others right, as numbers are."""
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        # A pipe has no width of its own: rows must not be folded to the 80 columns that rich assumes.
+        console = Console(highlight=False, markup=False, width=10_000)
+    console.print(table)
+
+
+def human_bytes(count: float) -> str:
+    """`1,536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """`90` -> `1.5 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7_200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3_600:.1f} h"
+
+
+def human_ms(milliseconds: float) -> str:
+    """`12.34` -> `12.3 ms`, `12345` -> `12.35 s`."""
+    return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 10_000 else f"{milliseconds:.1f} ms"
+
+
+def say(text: str) -> None:
+    """A remark or a line of progress: stderr, so that stdout stays the result."""
+    click.echo(text, err=True)

@@ -1,0 +1,262 @@
+"""The command line against a real gRPC server: results on stdout, JSON that parses, exit codes by error class."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.admin.cli import main
+from headrace.client import HeadraceClient
+from headrace.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel, WorkerUnavailable
+
+
+@pytest.fixture
+def run(small_gateway, tmp_path, monkeypatch):
+    """Run `headrace ...` against the small gateway, away from this user's own settings."""
+    monkeypatch.setenv("HEADRACE_ADDRESS", small_gateway.address)
+    monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
+    return lambda *args, **kwargs: CliRunner().invoke(main, list(args), catch_exceptions=False, **kwargs)
+
+
+def fill(small_gateway, *prompts: str) -> None:
+    with HeadraceClient(small_gateway.address) as client:
+        for prompt in prompts:
+            client.generate(prompt)
+
+
+def test_generate_prints_the_answer_on_stdout_and_the_numbers_on_stderr(run):
+    done = run("generate", "hello there")
+    assert (done.exit_code, done.stdout) == (0, "hello there\n")
+    assert "prompt 11 tokens, cached 0, first token" in done.stderr
+
+
+def test_generate_reads_the_prompt_from_standard_input(run):
+    assert run("generate", input="from a pipe").stdout == "from a pipe\n"
+
+
+def test_generate_json_is_one_document_with_cached_tokens_by_source_and_their_sum(run):
+    run("generate", "twelve chars.")
+    answer = json.loads(run("generate", "twelve chars.", "--json", "--max-tokens", "3").stdout)
+    assert (answer["text"], answer["token_ids"]) == ("twe", [116, 119, 101])
+    assert answer["usage"]["cached_tokens"] == {"device": 4, "shared_memory": 8, "grpc": 0, "total": 12}
+
+
+def test_cache_options_reach_the_request(run, small_gateway):
+    run("generate", "x", "--source", "grpc", "--no-publish", "--decode-worker", "d7", "--timeout", "2m")
+    sent = small_gateway.requests[0]
+    assert (list(sent.cache.sources), sent.cache.no_publish, sent.cache.decode_worker) == ([3], True, "d7")
+    assert sent.timeout_ms == 120_000
+
+
+def test_token_ids_and_chat_are_sent_as_what_they_are(run, small_gateway):
+    run("generate", "--token-ids", "72, 105")
+    run("generate", "--system", "Be brief", "Hi")
+    assert list(small_gateway.requests[0].token_ids.ids) == [72, 105]
+    assert [(m.role, m.content) for m in small_gateway.requests[1].chat.messages] == [
+        ("system", "Be brief"),
+        ("user", "Hi"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (InvalidRequest("max_tokens must not be negative"), 3),
+        (UnknownModel("gpt", ["echo-1"]), 3),
+        (Overloaded("full", retry_after_ms=100), 4),
+        (WorkerUnavailable("d0", "it died"), 5),
+        (DeadlineExceeded("decode"), 7),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+@pytest.mark.parametrize("command", [["generate", "x"], ["status"]], ids=["generate", "status"])
+def test_each_class_of_error_has_its_exit_code_and_its_message(run, small_gateway, command, failure, code):
+    small_gateway.failure = failure
+    done = run(*command, "--json")
+    assert done.exit_code == code
+    assert json.loads(done.stdout)["error"]["message"] == str(failure)
+    assert str(failure) in done.stderr
+
+
+def test_no_gateway_at_the_address_is_exit_code_6_and_says_how_to_start_one(run):
+    done = run("status", "--address", "127.0.0.1:1")
+    assert done.exit_code == 6
+    assert "headrace up" in done.stderr
+
+
+def test_every_exit_code_is_documented_in_help(run):
+    text = run("--help").stdout
+    assert all(f"  {code}  " in text for code in range(10))
+
+
+def test_status_lists_nodes_and_workers(run):
+    found = json.loads(run("status", "--json").stdout)
+    assert found["workers"][0]["worker_id"] == "d0"
+    assert found["store_nodes"][0]["node_id"] == "here"
+    shown = run("status").stdout
+    assert "d0" in shown
+    assert "index: available" in shown
+
+
+def test_the_address_of_the_local_system_is_found_in_its_state_file(run, small_gateway, tmp_path, monkeypatch):
+    monkeypatch.delenv("HEADRACE_ADDRESS")
+    monkeypatch.setenv("HEADRACE_GRPC_PORT", "1")
+    (tmp_path / "state.json").write_text(json.dumps({"grpc_target": small_gateway.address, "ready": True}))
+    assert run("models").exit_code == 0
+    (tmp_path / "state.json").write_text("{ half")
+    assert run("models").exit_code == 6
+
+
+@pytest.mark.parametrize("name", ["up", "down", "status", "generate", "chat", "verify", "demo", "models"])
+def test_every_command_offers_json(run, name):
+    assert "--json" in run(name, "--help").stdout
+
+
+def test_chat_keeps_its_history_and_shows_what_was_cached(run, small_gateway):
+    done = run("chat", input="first\nsecond\n/exit\n")
+    assert done.exit_code == 0
+    assert done.stdout == "you said first\nyou said second\n"
+    assert [m.role for m in small_gateway.requests[1].chat.messages] == ["user", "assistant", "user"]
+    second_turn = [line for line in done.stderr.splitlines() if "[prompt" in line][1]
+    assert "shared_memory" in second_turn
+    assert "first token" in second_turn
+
+
+def test_reset_forgets_the_turns_but_not_the_system_message(run, small_gateway):
+    run("chat", "--system", "Be brief", input="first\n/reset\nsecond\n")
+    assert [m.content for m in small_gateway.requests[1].chat.messages] == ["Be brief", "second"]
+
+
+def test_a_failed_turn_is_told_and_not_kept(run, small_gateway):
+    small_gateway.failure = Overloaded("full", retry_after_ms=100)
+    done = run("chat", input="first\n")
+    assert "try again in 100 ms" in done.stderr
+    assert done.exit_code == 0
+
+
+def test_chat_json_prints_one_line_a_turn(run):
+    done = run("chat", "--json", input="one\ntwo\n")
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["you said one", "you said two"]
+
+
+def test_cache_ls_shows_prompts_that_part_as_a_tree(run, small_gateway):
+    fill(small_gateway, "aaaabbbbcccc.", "aaaabbbbdddd.")
+    runs = json.loads(run("cache", "ls", "--json").stdout)["prefixes"]
+    assert [(r["depth"], r["text"], r["num_tokens"]) for r in runs] == [
+        (0, "aaaabbbb", 8),
+        (1, "cccc", 4),
+        (1, "dddd", 4),
+    ]
+    assert runs[0]["holders"] == ["node:here", "worker:d0"]
+    assert "  cccc" in run("cache", "ls").stdout
+
+
+def test_cache_ls_says_which_holder_did_not_answer_and_exits_9(run, small_gateway):
+    fill(small_gateway, "aaaabbbb.")
+    small_gateway.silent_holders.add("worker:d0")
+    done = run("cache", "ls")
+    assert done.exit_code == 9
+    assert "incomplete: worker:d0: did not answer" in done.stderr
+
+
+def test_cache_stat_shows_sizes_with_units_and_the_token_hit_rate(run, small_gateway):
+    fill(small_gateway, "aaaabbbb.")
+    shown = run("cache", "stat").stdout
+    assert "2.0 KiB" in shown
+    assert "50 tokens (25%)" in shown
+    assert json.loads(run("cache", "stat", "--json").stdout)["holders"][0]["committed_blocks"] == 2
+
+
+def test_evicting_without_a_selector_is_refused_unless_all_is_said(run, small_gateway):
+    fill(small_gateway, "aaaabbbb.")
+    assert run("cache", "evict", "--yes").exit_code == 2
+    assert all(len(blocks) == 2 for blocks in small_gateway.holder_blocks.values())
+    assert run("cache", "evict", "--all", "--yes").exit_code == 0
+    assert not any(small_gateway.holder_blocks.values())
+
+
+def test_evicting_is_a_dry_run_that_counts_blocks_tokens_and_bytes_per_holder(run, small_gateway):
+    fill(small_gateway, "aaaabbbbcccc.")
+    report = json.loads(run("cache", "evict", "--prefix", "aaaabbbb", "--json").stdout)
+    assert report["dry_run"]
+    assert [(r["holder"], r["blocks"], r["tokens"], r["bytes"]) for r in report["reports"]] == [
+        ("node:here", 2, 8, 2048),
+        ("worker:d0", 2, 8, 2048),
+    ]
+    shown = run("cache", "evict", "--prefix", "aaaabbbb").stderr
+    assert "would evict 4 blocks (16 tokens, 4.0 KiB); nothing was changed" in shown
+    assert all(len(blocks) == 3 for blocks in small_gateway.holder_blocks.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--prefix", "aaaabbbb"], {"aaaa", "zzzz"}),
+        (["--token-ids", ",".join(str(ord(c)) for c in "aaaabbbb")], {"aaaa", "zzzz"}),
+        (["--model", "another"], {"aaaa", "bbbb", "cccc", "zzzz"}),
+        (["--model", "echo-1"], set()),
+        (["--idle", "10m"], {"aaaa", "bbbb", "cccc"}),
+        (["--age", "10m", "--prefix", "aaaa"], {"aaaa", "bbbb", "cccc", "zzzz"}),
+    ],
+    ids=["prefix", "token ids", "other model", "model", "idle", "intersection"],
+)
+def test_evicting_takes_what_is_named_and_nothing_else(run, small_gateway, options, left):
+    fill(small_gateway, "aaaabbbbcccc.", "zzzz.")
+    for blocks in small_gateway.holder_blocks.values():
+        next(b for b in blocks.values() if b.token_ids[0] == ord("z")).idle_s = 3600.0
+    assert run("cache", "evict", *options, "--yes").exit_code == 0
+    for blocks in small_gateway.holder_blocks.values():
+        assert {"".join(map(chr, b.token_ids)) for b in blocks.values()} == left
+
+
+def test_evicting_by_hash_takes_the_block_and_its_descendants(run, small_gateway):
+    fill(small_gateway, "aaaabbbbcccc.")
+    listing = json.loads(run("cache", "ls", "--blocks", "--json").stdout)
+    middle = next(b["block_hash"] for b in listing["blocks"] if b["text"] == "bbbb")
+    run("cache", "evict", "--hash", middle, "--yes")
+    assert json.loads(run("cache", "ls", "--json").stdout)["prefixes"][0]["text"] == "aaaa"
+
+
+def test_a_shortened_hash_is_refused(run):
+    assert run("cache", "evict", "--hash", "abcd", "--yes").exit_code == 2
+
+
+def test_a_holder_that_did_not_answer_makes_an_eviction_incomplete(run, small_gateway):
+    fill(small_gateway, "aaaabbbb.")
+    small_gateway.silent_holders.add("worker:d0")
+    done = run("cache", "evict", "--all", "--yes", "--json")
+    assert done.exit_code == 9
+    reports = {r["holder"]: r for r in json.loads(done.stdout)["reports"]}
+    assert (reports["node:here"]["blocks"], reports["worker:d0"]["error"]) == (2, "did not answer")
+    assert json.loads(done.stdout)["total"]["blocks"] == 2
+
+
+def test_config_show_names_the_source_of_every_setting(run, tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("arena_mb: 64\nload_cap: 3\n")
+    monkeypatch.setenv("HEADRACE_LOAD_CAP", "5")
+    done = run("config", "show", "--config", str(tmp_path / "c.yaml"), "--decode-workers", "7", "--no-exact", "--json")
+    rows = {row["name"]: (row["value"], row["source"].split()[0]) for row in json.loads(done.stdout)["settings"]}
+    assert rows["decode_workers"] == (7, "flag")
+    assert rows["exact"] == (False, "flag")
+    assert rows["load_cap"] == (5, "environment")
+    assert rows["arena_mb"] == (64, "file")
+    assert rows["block_tokens"] == (64, "default")
+
+
+def test_up_has_a_flag_for_every_setting(run):
+    from headrace.config import settings_table
+
+    text = run("up", "--help").stdout
+    assert all(f"--{name.replace('_', '-')}" in text for name in settings_table())
+
+
+def test_a_wrong_setting_is_exit_code_8_before_anything_starts(run):
+    done = run("config", "show", "--block-tokens", "0")
+    assert done.exit_code == 8
+    assert "block_tokens" in done.stderr
+
+
+def test_output_is_plain_when_it_is_not_a_terminal(run, small_gateway):
+    fill(small_gateway, "aaaabbbb.")
+    for command in (["status"], ["cache", "ls"], ["cache", "stat"], ["config", "show"]):
+        assert "\x1b" not in run(*command).output
