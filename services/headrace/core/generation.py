@@ -98,12 +98,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCall:
-    """Gateway to prefill worker: have the prompt's full blocks in the store."""
+    """Gateway to prefill worker: have the prompt's full blocks in the store. `hint_nodes` as in DecodeCall."""
 
     attempt_id: AttemptId
     request: GenerateRequest
     worker_id: WorkerId
     timeout_ms: int
+    hint_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

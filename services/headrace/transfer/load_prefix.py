@@ -58,7 +58,7 @@ async def load_prefix(
     pool: PrefixPool,
     deadline: Deadline,
 ) -> LoadedPrefix:
-    """Copy blocks [plan.first_block, plan.end_block) of the prompt into the pool, as far as they can be had and verified.
+    """Copy blocks [plan.first_block, plan.end_block) of the prompt into the pool, as far as they verify.
 
     block_ids: the pool's block for each block index, owned by the caller and covering [0, plan.end_block).
     A node that has gone, or no longer holds what was hinted, is passed over for the next. The first block whose header
@@ -66,7 +66,7 @@ async def load_prefix(
     until then. Every lease is released on every path, and no thread writes to the pool after this returns or raises.
     Raises nothing of the cache; cancellation passes through.
     """
-    assert 0 <= plan.first_block
+    assert plan.first_block >= 0
     assert plan.end_block <= min(len(prompt.chain), len(block_ids))
     load = _Load(prompt=prompt, block_ids=block_ids, end_block=plan.end_block, layout=layout, pool=pool)
     load.next_block = plan.first_block
@@ -117,18 +117,21 @@ def _sources_in_order(plan: LoadPlan, nodes: StoreNodes) -> Iterator[tuple[Cache
 
 
 async def _load_from(source: BlockSource, load: _Load, *, deadline: Deadline) -> None:
-    """Lease, copy and release until this node has no more of the run. Raises CacheFault; `load.next_block` stays true."""
+    """Lease, copy, release until this node has no more of the run. Raises CacheFault; `load.next_block` stays true."""
     chain = load.prompt.chain[: load.end_block]
     while load.next_block < load.end_block:
-        lease = await source.lease_prefix(
-            load.prompt.namespace, chain, first_block=load.next_block, deadline=deadline
-        )
+        lease = await source.lease_prefix(load.prompt.namespace, chain, first_block=load.next_block, deadline=deadline)
         if not lease.headers:
             return
+        leased_from = load.next_block
+        suspects: tuple[int, ...] = ()
         try:
             await _copy_leased(source, lease, load, deadline=deadline)
+        except BlockCorrupt:
+            suspects = (load.next_block - leased_from,)
+            raise
         finally:
-            await _release(source, lease)
+            await _release(source, lease, suspects)
         if len(lease.headers) < LEASE_BLOCKS_MAX:
             return
 
@@ -157,7 +160,15 @@ def _verified_headers(lease: Lease, load: _Load) -> tuple[list[BlockHeader], Blo
         if index >= load.end_block:
             break
         try:
-            verify_header(header, prompt=load.prompt, block_index=index, layout=load.layout)
+            verify_header(
+                header,
+                namespace=load.prompt.namespace,
+                block_hash=load.prompt.chain[index],
+                parent_hash=load.prompt.parent_of(index),
+                position=index,
+                token_ids=load.prompt.block_token_ids(index),
+                layout=load.layout,
+            )
         except BlockCorrupt as doubt:
             return headers, doubt
         headers.append(header)
@@ -235,10 +246,10 @@ def _write_blocks(pool: PrefixPool, block_ids: Sequence[int], payloads: Sequence
     return [pool.write_block(block_id, payload) for block_id, payload in zip(block_ids, payloads, strict=True)]
 
 
-async def _release(source: BlockSource, lease: Lease) -> None:
+async def _release(source: BlockSource, lease: Lease, suspects: tuple[int, ...]) -> None:
     """Give the lease back, also while being cancelled; a node that does not answer lets it expire."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
-            await source.release(lease)
+            await source.release(lease, suspects=suspects)
     except (TimeoutError, CacheFault):
         return

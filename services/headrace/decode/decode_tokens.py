@@ -1,0 +1,111 @@
+"""The decode worker's step: load the prefix, compute what is left of the prompt, join the batch, stream tokens.
+
+Owns the account of cached tokens (by source, and only those that nobody computed for this request) and the background
+publication of what is computed here, so that the next turn of a conversation starts from it.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from headrace.core.block import CacheSource
+from headrace.core.clock import Deadline
+from headrace.core.generation import (
+    CachedTokens,
+    DecodeCall,
+    DecodeEvent,
+    Finished,
+    GenerateRequest,
+    TokenDelta,
+    Usage,
+)
+from headrace.engine.event_stream import EngineEvent, FilledBlock, RunFinished
+from headrace.transfer.publish_blocks import Publication
+from headrace.transfer.worker import HeldPrefix, Worker
+
+
+async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[DecodeEvent, None]:
+    """Stream the tokens of one attempt, then exactly one Finished.
+
+    The last prompt token is always computed here, so at most (prompt_tokens - 1) // block_tokens blocks are reused.
+    Raises Overloaded, InvalidRequest, WorkerUnavailable, DeadlineExceeded; a fault of the cache is a recompute.
+    Closing the iterator at any moment stops the engine at its next step and gives every block back.
+    """
+    deadline = Deadline.after(call.timeout_ms / 1000, worker.clock)
+    request = call.request
+    prompt_tokens, block_tokens = len(request.prompt.token_ids), request.prompt.block_tokens
+    assert prompt_tokens > 0
+    with worker.attempt(call):
+        async with worker.hold_prefix(
+            request,
+            num_blocks=prompt_tokens // block_tokens + 1,  # the prompt and one token; the engine takes more as it grows
+            reusable_blocks=(prompt_tokens - 1) // block_tokens,
+            hint_nodes=call.hint_nodes,
+            deadline=deadline,
+        ) as held:
+            published = _BackgroundPublication(worker, held, request)
+            run = worker.engine.run(
+                held.admission,
+                cached_tokens=held.num_blocks * block_tokens,
+                sampling=request.sampling,
+                leaves_blocks=request.cache.publish,
+            )
+            async with aclosing(run) as events:
+                while True:
+                    event = await _next_event(events, deadline)
+                    if isinstance(event, FilledBlock):
+                        published.add(event)
+                    elif isinstance(event, TokenDelta):
+                        yield event
+                    else:
+                        yield _finished(event, call, held, worker)
+                        return
+
+
+async def _next_event(events: AsyncGenerator[EngineEvent, None], deadline: Deadline) -> EngineEvent:
+    """The scope is around each wait, not around the loop: no timeout may fire while the consumer has control."""
+    async with deadline.scope("generate tokens"):
+        return await anext(events)
+
+
+def _finished(event: RunFinished, call: DecodeCall, held: HeldPrefix, worker: Worker) -> Finished:
+    assert event.reason is not None, "a sampled run ends for a reason"
+    usage = Usage(
+        prompt_tokens=len(call.request.prompt.token_ids),
+        completion_tokens=event.completion_tokens,
+        cached=count_cached_tokens(
+            held.sources, computed_from=call.computed_from, block_tokens=call.request.prompt.block_tokens
+        ),
+    )
+    assert usage.cached.total < usage.prompt_tokens, "the last token is always computed"
+    return Finished(reason=event.reason, usage=usage, worker_id=worker.worker_id, text=event.text)
+
+
+def count_cached_tokens(sources: tuple[CacheSource, ...], *, computed_from: int, block_tokens: int) -> CachedTokens:
+    """Cached tokens by source; sources[i] says where reused block i came from.
+
+    Blocks from `computed_from` on were computed for this request by its prefill worker: reused here, but no work saved.
+    """
+    counted = sources[:computed_from]
+    return CachedTokens(
+        device=counted.count(CacheSource.DEVICE) * block_tokens,
+        shared_memory=counted.count(CacheSource.SHARED_MEMORY) * block_tokens,
+        grpc=counted.count(CacheSource.GRPC) * block_tokens,
+    )
+
+
+class _BackgroundPublication:
+    """Offers computed blocks without waiting; the reused ones before the first of them, and only if there is one."""
+
+    def __init__(self, worker: Worker, held: HeldPrefix, request: GenerateRequest) -> None:
+        self._worker = worker
+        self._held = held
+        self._request = request
+        self._publication: Publication | None = None
+
+    def add(self, block: FilledBlock) -> None:
+        """Take over a computed block and its pool reference."""
+        if self._publication is None:
+            self._publication = Publication()
+            for reused in self._worker.take_reused(self._held, self._request):
+                self._worker.publisher.offer(self._publication, reused)
+        self._worker.publisher.offer(self._publication, block)

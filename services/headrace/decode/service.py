@@ -1,0 +1,39 @@
+"""A decode worker as a service: the calls that reach it, and its life. What it does is in `decode_tokens.py`."""
+
+from collections.abc import AsyncGenerator
+
+from headrace.core.generation import DecodeCall, DecodeEvent, EvictReport, EvictSelector
+from headrace.core.members import WorkerRecord
+from headrace.decode.decode_tokens import decode_tokens
+from headrace.transfer.worker import Worker
+
+
+class DecodeService:
+    """Decode calls on one `Worker`, which a `PrefillService` may share when its role is BOTH."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def start(self) -> None:
+        """Start the worker and announce it."""
+        await self._worker.start()
+
+    async def stop(self) -> None:
+        """Withdraw, drain and stop the worker. Idempotent."""
+        await self._worker.stop()
+
+    def decode(self, call: DecodeCall) -> AsyncGenerator[DecodeEvent, None]:
+        """One decode attempt; see `decode_tokens`. Close it to cancel."""
+        return decode_tokens(call, self._worker)
+
+    async def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
+        """Evict from this worker's pool."""
+        return self._worker.evict_device(selector, dry_run=dry_run)
+
+    def record(self) -> WorkerRecord:
+        """Who the worker is and how loaded it is now."""
+        return self._worker.record()
+
+    def healthy(self) -> bool:
+        """Whether a request sent now can be served."""
+        return self._worker.healthy()

@@ -1,0 +1,267 @@
+"""Publishing: from blocks of this worker's pool into a store node. Bytes first, commit with checksum, index entry last.
+
+`publish_blocks` is one batch, in chain order; `BlockPublisher` is the worker's bounded queue of them with one owner
+task. Decoding never waits for a store node: a full queue drops the block and counts it. Whatever happens, the pool
+reference that came with a block is given back exactly once. The index is not known here: the store node registers what
+it committed.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.core.block import BlockHeader, KvLayout, NamespaceId
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import CacheFault, DeadlineExceeded, StoreFull, StoreUnavailable
+from headrace.core.generation import WorkerId
+from headrace.core.limits import (
+    PUBLISH_BATCH_BLOCKS,
+    PUBLISH_QUEUE_BLOCKS,
+    RELEASE_TIMEOUT_MS,
+    RESERVATION_TTL_MS,
+)
+from headrace.core.ports import AlreadyStored, BlockSink, NotStored, PrefixPool, Reservation, ReserveOutcome, StoreNodes
+from headrace.engine.event_stream import FilledBlock
+from headrace.transfer.run_in_thread import run_in_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """What all headers of one worker say alike."""
+
+    worker_id: WorkerId
+    namespace: NamespaceId
+    layout: KvLayout
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The leading `num_blocks` of a batch are stored; `fault` says why the next one is not."""
+
+    num_blocks: int
+    fault: CacheFault | None = None
+
+
+async def publish_blocks(
+    filled: Sequence[FilledBlock], *, sink: BlockSink, pool: PrefixPool, producer: Producer, deadline: Deadline
+) -> Published:
+    """Store blocks of one chain, in order, and say how many leading ones are readable (or being written by another).
+
+    Nothing of a block is visible before its bytes are whole and its checksum is committed, and no block before its
+    parent. The first block that cannot be stored ends the batch: those after it would be unreachable. Reservations that
+    were not committed are given back on every path, after the thread that fills them has ended.
+    """
+    headers = [_header(block, producer) for block in filled]
+    unused: list[Reservation] = []
+    num_stored = 0
+    try:
+        async with deadline.scope("publish blocks"):
+            outcomes = await sink.reserve(headers, deadline=deadline)
+            assert len(outcomes) == len(headers)
+            unused = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
+            stored_or_reserved = _until_not_stored(outcomes)
+            digests = await run_in_thread(_fill, pool, filled, stored_or_reserved)
+            for outcome, digest in zip(stored_or_reserved, digests, strict=True):
+                if isinstance(outcome, Reservation):
+                    await sink.commit(outcome, payload_xxh3=digest, deadline=deadline)
+                    unused.remove(outcome)
+                num_stored += 1
+    except CacheFault as fault:
+        return Published(num_stored, fault)
+    except DeadlineExceeded as late:
+        return Published(num_stored, StoreUnavailable("(sink)", late.what))
+    finally:
+        await _abort(sink, unused)
+    missing = len(filled) - num_stored
+    return Published(num_stored, StoreFull(missing) if missing else None)
+
+
+def _header(block: FilledBlock, producer: Producer) -> BlockHeader:
+    return BlockHeader(
+        namespace=producer.namespace,
+        block_hash=block.block_hash,
+        parent_hash=block.parent_hash,
+        position=block.position,
+        token_ids=tuple(block.token_ids),
+        layout=producer.layout,
+        payload_bytes=producer.layout.block_bytes,
+        payload_xxh3=0,
+        producer=producer.worker_id,
+        created_unix_ms=producer.clock.unix_ms(),
+    )
+
+
+def _until_not_stored(outcomes: Sequence[ReserveOutcome]) -> list[Reservation | AlreadyStored]:
+    leading: list[Reservation | AlreadyStored] = []
+    for outcome in outcomes:
+        if isinstance(outcome, NotStored):
+            break
+        leading.append(outcome)
+    return leading
+
+
+def _fill(
+    pool: PrefixPool, filled: Sequence[FilledBlock], outcomes: Sequence[Reservation | AlreadyStored]
+) -> list[int]:
+    """Copy the reserved blocks into their slots; one digest per outcome, 0 where nothing had to be copied."""
+    return [
+        pool.read_block(block.block_id, outcome.buffer) if isinstance(outcome, Reservation) else 0
+        for block, outcome in zip(filled, outcomes, strict=False)
+    ]
+
+
+async def _abort(sink: BlockSink, unused: Sequence[Reservation]) -> None:
+    """Give reservations back, also while being cancelled; a node that does not answer lets them expire."""
+    try:
+        async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
+            for reservation in unused:
+                await sink.abort(reservation)
+    except (TimeoutError, CacheFault):
+        return
+
+
+class Publication:
+    """The blocks that one attempt offers, in chain order, and how many of them are stored without a gap."""
+
+    def __init__(self) -> None:
+        self.num_stored = 0
+        self.broken = False  # a block was dropped or refused: those after it are not wanted any more
+        self._num_pending = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def finished(self) -> int:
+        """Wait until nothing offered is pending; the number of leading blocks that are stored."""
+        await self._idle.wait()
+        return self.num_stored
+
+    def add_pending(self) -> None:
+        """One more block is queued."""
+        self._num_pending += 1
+        self._idle.clear()
+
+    def settle(self, num_blocks: int, *, num_stored: int) -> None:
+        """`num_blocks` queued blocks are done with, of which the leading `num_stored` are stored."""
+        assert 0 <= num_stored <= num_blocks <= self._num_pending
+        assert not (self.broken and num_stored)
+        self.num_stored += num_stored
+        self.broken = self.broken or num_stored < num_blocks
+        self._num_pending -= num_blocks
+        if self._num_pending == 0:
+            self._idle.set()
+
+
+class BlockPublisher:
+    """One worker's queue of blocks to publish: bounded by PUBLISH_QUEUE_BLOCKS, emptied by one task."""
+
+    def __init__(
+        self,
+        *,
+        nodes: StoreNodes,
+        pool: PrefixPool,
+        producer: Producer,
+        drop_reference: Callable[[int], None],
+        report: Callable[[CacheFault], None],
+    ) -> None:
+        """`drop_reference(block_id)` gives a pool reference back; `report` counts a fault. Neither may block."""
+        self._nodes = nodes
+        self._pool = pool
+        self._producer = producer
+        self._drop_reference = drop_reference
+        self._report = report
+        self._queue: deque[tuple[Publication, FilledBlock]] = deque()
+        self._work = asyncio.Event()  # set: there may be something in the queue
+        self._room = asyncio.Event()  # set: the queue has room
+        self._room.set()
+        self._owner: asyncio.Task[None] | None = None
+        self.dropped_blocks = 0  # offered while the queue was full
+        self.published_blocks = 0
+
+    def start(self) -> None:
+        """Begin to publish; call from the event loop."""
+        assert self._owner is None
+        self._owner = asyncio.create_task(self._publish_queued(), name="publish blocks")
+
+    async def stop(self) -> None:
+        """End the task and give every queued reference back. Idempotent."""
+        owner, self._owner = self._owner, None
+        if owner is None:
+            return
+        owner.cancel()
+        await asyncio.wait([owner])
+        self._drop_queued()
+        if not owner.cancelled():
+            owner.result()
+
+    @property
+    def running(self) -> bool:
+        """Whether the owner task lives; what is offered while it does not is dropped."""
+        return self._owner is not None and not self._owner.done()
+
+    def offer(self, publication: Publication, block: FilledBlock) -> bool:
+        """Queue a block with its pool reference, or, when there is no room, give that back and count. Never waits."""
+        if publication.broken or not self.running or len(self._queue) >= PUBLISH_QUEUE_BLOCKS:
+            if not publication.broken:
+                self.dropped_blocks += 1
+            publication.broken = True
+            self._drop_reference(block.block_id)
+            return False
+        publication.add_pending()
+        self._queue.append((publication, block))
+        self._work.set()
+        return True
+
+    async def room(self) -> None:
+        """Wait until the queue has room: for prefill, whose only product is what it publishes."""
+        while len(self._queue) >= PUBLISH_QUEUE_BLOCKS and self.running:
+            self._room.clear()
+            await self._room.wait()
+
+    async def _publish_queued(self) -> None:
+        try:
+            while True:
+                self._work.clear()
+                while self._queue:
+                    await self._publish(*self._next_batch())
+                await self._work.wait()
+        finally:
+            self._drop_queued()
+
+    def _drop_queued(self) -> None:
+        while self._queue:
+            publication, block = self._queue.popleft()
+            self._settle(publication, [block], num_stored=0)
+        self._room.set()
+
+    def _next_batch(self) -> tuple[Publication, list[FilledBlock]]:
+        """The first queued blocks that belong to one publication."""
+        publication = self._queue[0][0]
+        batch: list[FilledBlock] = []
+        while self._queue and self._queue[0][0] is publication and len(batch) < PUBLISH_BATCH_BLOCKS:
+            batch.append(self._queue.popleft()[1])
+        self._room.set()
+        return publication, batch
+
+    async def _publish(self, publication: Publication, batch: list[FilledBlock]) -> None:
+        num_stored = 0
+        try:
+            sink = self._nodes.sink()
+            if sink is not None and not publication.broken:
+                # A batch has as long as its reservations last: after that the slots may be somebody else's.
+                deadline = Deadline.after(RESERVATION_TTL_MS / 1000, self._producer.clock)
+                published = await publish_blocks(
+                    batch, sink=sink, pool=self._pool, producer=self._producer, deadline=deadline
+                )
+                num_stored = published.num_blocks
+                self.published_blocks += num_stored
+                if published.fault is not None:
+                    self._report(published.fault)
+        finally:
+            self._settle(publication, batch, num_stored=num_stored)
+
+    def _settle(self, publication: Publication, batch: Sequence[FilledBlock], *, num_stored: int) -> None:
+        for block in batch:
+            self._drop_reference(block.block_id)
+        publication.settle(len(batch), num_stored=num_stored)

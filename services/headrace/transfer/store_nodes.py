@@ -1,0 +1,182 @@
+"""Which store nodes this worker can reach now, and how: its own host's through shared memory, others over gRPC.
+
+Owns the table of adapters, kept in step with Membership, and the quarantine of a node that failed: for a short time it
+is not offered, so that a dead node costs one failed call and not one per request. A node that comes back under a new
+incarnation is a new node. What is done with a node is the callers' business.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from headrace.core.block import BlockHeader, Chain, NamespaceId
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import CacheFault, IndexUnavailable, StoreUnavailable
+from headrace.core.limits import MEMBER_REFRESH_MS, NODE_QUARANTINE_MS
+from headrace.core.members import StoreNodeRecord
+from headrace.core.ports import BlockSink, BlockSource, Lease, Membership, Reservation, ReserveOutcome
+from headrace.transfer.channels import Channels
+from headrace.transfer.fetch_blocks import GrpcStore
+from headrace.transfer.shared_memory import SharedMemoryStore
+
+
+class StoreNodeTable:
+    """Implements StoreNodes. Follows Membership while started; while the index is away, what was known stays."""
+
+    def __init__(
+        self, *, host: str, membership: Membership, clock: Clock, report_fault: Callable[[CacheFault], None]
+    ) -> None:
+        self._host = host
+        self._membership = membership
+        self._clock = clock
+        self._report_fault = report_fault
+        self._channels = Channels()
+        self._node_id_to_node: dict[str, _Node] = {}
+        self._refresher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read the members once, then follow them."""
+        await self.refresh()
+        self._refresher = asyncio.create_task(self._keep_fresh(), name="follow store nodes")
+
+    async def stop(self) -> None:
+        """Stop following and close everything. Idempotent."""
+        refresher, self._refresher = self._refresher, None
+        if refresher is not None:
+            refresher.cancel()
+            await asyncio.wait([refresher])
+        for node in self._node_id_to_node.values():
+            node.close()
+        self._node_id_to_node.clear()
+        await self._channels.close()
+
+    async def refresh(self) -> None:
+        """Make the table what Membership says now; nodes that did not change keep their mappings and channels."""
+        try:
+            records = await self._membership.store_nodes()
+        except IndexUnavailable as fault:
+            self._report_fault(fault)
+            return
+        before = self._node_id_to_node
+        after: dict[str, _Node] = {}
+        for record in records:
+            node = before.get(record.node_id)
+            if node is None or node.record != record:
+                node = _Node(record, self._host, self._channels, self._clock)
+            after[record.node_id] = node
+        self._node_id_to_node = after
+        addresses = {record.address for record in records}
+        for node_id, node in before.items():
+            if after.get(node_id) is not node:
+                node.close()
+                if node.record.address not in addresses:
+                    await self._channels.drop(node.record.address)
+
+    def local(self) -> BlockSource | None:
+        """This host's node through shared memory; None while there is none or it has just failed."""
+        return next((node.mapped for node in self._usable() if node.mapped is not None), None)
+
+    def remote(self, node_id: str) -> BlockSource | None:
+        """Any live node over gRPC (also this host's own); None when it is not alive or has just failed."""
+        node = self._node_id_to_node.get(node_id)
+        return node.remote if node is not None and node.health.usable() else None
+
+    def sink(self) -> BlockSink | None:
+        """The local node when there is one, else the first remote node by id."""
+        node = self._sink_node()
+        return None if node is None else node.mapped or node.remote
+
+    def sink_node_id(self) -> str:
+        """Node id of what `sink()` gives now; "" when there is none."""
+        node = self._sink_node()
+        return "" if node is None else node.record.node_id
+
+    def _sink_node(self) -> "_Node | None":
+        return min(self._usable(), key=lambda node: (node.mapped is None, node.record.node_id), default=None)
+
+    def _usable(self) -> "Iterator[_Node]":
+        return (node for node in self._node_id_to_node.values() if node.health.usable())
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await asyncio.sleep(MEMBER_REFRESH_MS / 1000)
+            await self.refresh()
+
+
+@dataclass(slots=True)
+class _Health:
+    """When a node may be asked again after a failure."""
+
+    clock: Clock
+    quarantined_until_s: float = 0.0
+
+    def usable(self) -> bool:
+        return self.clock.now_s() >= self.quarantined_until_s
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A call that finds the node away puts it into quarantine; the failure passes through."""
+        try:
+            yield
+        except StoreUnavailable:
+            self.quarantined_until_s = self.clock.now_s() + NODE_QUARANTINE_MS / 1000
+            raise
+
+
+class _Node:
+    """One live node under one incarnation, by both ways that lead to it."""
+
+    def __init__(self, record: StoreNodeRecord, host: str, channels: Channels, clock: Clock) -> None:
+        self.record = record
+        self.health = _Health(clock)
+        self._memory = SharedMemoryStore(record, channels, clock) if record.host == host else None
+        self.mapped = None if self._memory is None else _WatchedStore(self._memory, self.health)
+        self.remote = _WatchedStore(GrpcStore(record, channels, clock), self.health)
+
+    def close(self) -> None:
+        """Drop the mapping, if there is one."""
+        if self._memory is not None:
+            self._memory.close()
+
+
+class _WatchedStore:
+    """A BlockSource and BlockSink whose StoreUnavailable is noted in the node's health."""
+
+    def __init__(self, store: SharedMemoryStore | GrpcStore, health: _Health) -> None:
+        self._store = store
+        self._health = health
+
+    async def lease_prefix(
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+    ) -> Lease:
+        """As BlockSource.lease_prefix."""
+        with self._health.watched():
+            return await self._store.lease_prefix(namespace, chain, first_block=first_block, deadline=deadline)
+
+    async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
+        """As BlockSource.fetch_blocks."""
+        with self._health.watched():
+            async with aclosing(self._store.fetch_blocks(lease, deadline=deadline)) as payloads:
+                async for payload in payloads:
+                    yield payload
+
+    async def release(self, lease: Lease, *, suspects: Sequence[int] = ()) -> None:
+        """As BlockSource.release."""
+        with self._health.watched():
+            await self._store.release(lease, suspects=suspects)
+
+    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
+        """As BlockSink.reserve."""
+        with self._health.watched():
+            return await self._store.reserve(headers, deadline=deadline)
+
+    async def commit(self, reservation: Reservation, *, payload_xxh3: int, deadline: Deadline) -> None:
+        """As BlockSink.commit."""
+        with self._health.watched():
+            await self._store.commit(reservation, payload_xxh3=payload_xxh3, deadline=deadline)
+
+    async def abort(self, reservation: Reservation) -> None:
+        """As BlockSink.abort."""
+        with self._health.watched():
+            await self._store.abort(reservation)

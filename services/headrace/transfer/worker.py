@@ -1,0 +1,265 @@
+"""One worker: its engine, its publisher, its place among the members, and what every call on it has in common.
+
+Owns the worker's life (start, announce, drain, stop), the account of attempts in flight, and the first half of every
+call: admit, load what is held elsewhere, share it. What a call then computes is `prefill/`'s or `decode/`'s; a worker
+of role BOTH is one `Worker` under both services.
+"""
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from headrace.core.block import CacheSource
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import CacheFault, IndexUnavailable, WorkerUnavailable
+from headrace.core.generation import DecodeCall, EvictReport, EvictSelector, GenerateRequest, PrefillCall, WorkerId
+from headrace.core.limits import ATTEMPTS_REMEMBERED, DRAIN_TIMEOUT_MS, MEMBER_REFRESH_MS, MEMBER_TTL_MS
+from headrace.core.members import WorkerRecord, WorkerRole
+from headrace.core.ports import Membership, StoreNodes
+from headrace.engine.block_pool import Short
+from headrace.engine.engine import Admission, Engine
+from headrace.engine.event_stream import FilledBlock
+from headrace.transfer.load_prefix import LoadPlan, load_prefix
+from headrace.transfer.publish_blocks import BlockPublisher, Producer
+from headrace.transfer.store_nodes import StoreNodeTable
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """An admitted prompt: its leading `len(sources)` blocks are valid in the pool, each with where it came from."""
+
+    admission: Admission
+    sources: tuple[CacheSource, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Leading blocks that need not be computed."""
+        return len(self.sources)
+
+    @property
+    def is_stored_here(self) -> bool:
+        """Whether every reused block was read from this host's own node just now."""
+        return all(source is CacheSource.SHARED_MEMORY for source in self.sources)
+
+
+class Worker:
+    """The shared part of prefill and decode services. All methods belong to the event loop that called `start`."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: WorkerId,
+        role: WorkerRole,
+        host: str,
+        engine: Engine,
+        nodes: StoreNodes,
+        node_table: StoreNodeTable,
+        membership: Membership,
+        clock: Clock,
+        report_fault: Callable[[CacheFault], None],
+        metrics_port: int = 0,
+    ) -> None:
+        """nodes: what calls use, metered or not; node_table: its owner, started and stopped with this worker."""
+        self.worker_id = worker_id
+        self.engine = engine
+        self.nodes = nodes
+        self.clock = clock
+        self.report_fault = report_fault
+        self.layout = engine.model.namespace.layout
+        self.namespace_id = engine.model.namespace.id
+        self.publisher = BlockPublisher(
+            nodes=nodes,
+            pool=engine.kv,
+            producer=Producer(worker_id=worker_id, namespace=self.namespace_id, layout=self.layout, clock=clock),
+            drop_reference=engine.pool.unref,
+            report=report_fault,
+        )
+        self._node_table = node_table
+        self._membership = membership
+        self._attempts_running = 0
+        self._attempts_seen: OrderedDict[str, None] = OrderedDict()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._serving = False
+        self._announcer: asyncio.Task[None] | None = None
+        self._identity = WorkerRecord(
+            worker_id=worker_id,
+            incarnation=clock.unix_ms(),
+            role=role,
+            host=host,
+            store_node="",
+            model=engine.model.name,
+            namespace=engine.model.namespace,
+            context_tokens_max=engine.context_tokens_max,
+            pool_blocks=engine.pool.num_blocks,
+            pid=os.getpid(),
+            model_path=str(engine.model.path),
+            metrics_port=metrics_port,
+        )
+
+    async def start(self) -> None:
+        """Be ready, then be seen: the record is announced last. Idempotent, so that two services may share a worker."""
+        if self._serving:
+            return
+        self.engine.start()
+        await self._node_table.start()
+        self.publisher.start()
+        self._serving = True
+        await self._announce()
+        self._announcer = asyncio.create_task(self._keep_announced(), name="announce worker")
+
+    async def stop(self) -> None:
+        """Leave the members, let running calls finish for a while, end those that have not, close. Idempotent."""
+        if not self._serving:
+            return
+        self._serving = False  # new calls are refused from here on
+        await self._withdraw()
+        with suppress(TimeoutError):  # what still runs then is ended by the engine, with WorkerUnavailable
+            async with asyncio.timeout(DRAIN_TIMEOUT_MS / 1000):
+                await self._idle.wait()
+        await self.engine.stop()
+        await self.publisher.stop()
+        await self._node_table.stop()
+
+    def healthy(self) -> bool:
+        """Whether a request sent now can be served: the engine steps and publishes. Being busy is healthy."""
+        return self._serving and self.engine.healthy() and self.publisher.running
+
+    def record(self) -> WorkerRecord:
+        """Who this worker is and how loaded it is now."""
+        load = self.engine.load()
+        return replace(
+            self._identity,
+            store_node=self.nodes.sink_node_id(),
+            running=load.running,
+            waiting=load.waiting,
+            free_blocks=load.free_blocks,
+        )
+
+    def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
+        """Evict from this worker's pool; the report says what was done in fact."""
+        report = self.engine.evict_device(selector, dry_run=dry_run)
+        return replace(report, holder=self._identity.holder_id)
+
+    @property
+    def attempts_running(self) -> int:
+        """Calls in flight."""
+        return self._attempts_running
+
+    @contextmanager
+    def attempt(self, call: PrefillCall | DecodeCall) -> Iterator[None]:
+        """Take a call on, or refuse it with WorkerUnavailable before anything was started; counts it while it runs.
+
+        Refused: while stopping, for another worker or another namespace (its blocks would be hashed differently), and
+        an attempt id that was here before. Ids are minted per attempt, so one that comes twice was delivered twice.
+        """
+        if not self._serving:
+            raise WorkerUnavailable(self.worker_id, "it is stopping")
+        if call.worker_id != self.worker_id:
+            raise WorkerUnavailable(call.worker_id, f"the call reached worker {self.worker_id}")
+        if call.request.prompt.namespace != self.namespace_id:
+            raise WorkerUnavailable(self.worker_id, "the prompt was hashed for another model or other settings")
+        if call.attempt_id in self._attempts_seen:
+            raise WorkerUnavailable(self.worker_id, f"attempt {call.attempt_id} was here before")
+        self._attempts_seen[call.attempt_id] = None
+        if len(self._attempts_seen) > ATTEMPTS_REMEMBERED:
+            self._attempts_seen.popitem(last=False)
+        self._attempts_running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._attempts_running -= 1
+            if self._attempts_running == 0:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def hold_prefix(
+        self,
+        request: GenerateRequest,
+        *,
+        num_blocks: int,
+        reusable_blocks: int,
+        hint_nodes: tuple[str, ...],
+        deadline: Deadline,
+    ) -> AsyncIterator[HeldPrefix]:
+        """Admit a prompt with room for `num_blocks`, and load up to `reusable_blocks` leading ones from where they are.
+
+        The blocks are held for the length of the scope and given back on every way out of it. Raises Overloaded,
+        InvalidRequest (can never fit), DeadlineExceeded; never a CacheFault.
+        """
+        sources = request.cache.sources
+        admission = await self.engine.admit(
+            request.prompt, num_blocks=num_blocks, use_device=CacheSource.DEVICE in sources, deadline=deadline
+        )
+        try:
+            num_device = min(admission.num_device_blocks, reusable_blocks)
+            loaded = await load_prefix(
+                request.prompt,
+                admission.block_ids,
+                plan=LoadPlan(
+                    first_block=num_device, end_block=reusable_blocks, sources=sources, hint_nodes=hint_nodes
+                ),
+                layout=self.layout,
+                nodes=self.nodes,
+                pool=self.engine.kv,
+                deadline=deadline,
+            )
+            for fault in loaded.faults:
+                self.report_fault(fault)
+            held = HeldPrefix(admission, (CacheSource.DEVICE,) * num_device + loaded.sources)
+            if request.cache.publish:
+                self.engine.mark_loaded(admission, held.num_blocks)
+            yield held
+        finally:
+            self.engine.release(admission)
+
+    def take_reused(self, held: HeldPrefix, request: GenerateRequest) -> list[FilledBlock]:
+        """The reused blocks with a pool reference each, to be offered to this host's node before what is computed
+        behind them: a node keeps no block without its parent. Empty when all of them came from that node just now.
+
+        Taken by hash, not from the block table, which is the engine's once the run has started. May be fewer than
+        were reused, when the pool has evicted some since.
+        """
+        if held.is_stored_here:
+            return []
+        prompt, pool = request.prompt, self.engine.pool
+        num_wanted = min(held.num_blocks, pool.resident_blocks(prompt))
+        taken = pool.take(num_wanted, prompt=prompt, shared_max=num_wanted)
+        if isinstance(taken, Short):
+            return []
+        pool.unref_all(taken.block_ids[taken.num_shared :])
+        return [
+            FilledBlock(
+                position=position,
+                block_id=block_id,
+                block_hash=prompt.chain[position],
+                parent_hash=prompt.parent_of(position),
+                token_ids=prompt.block_token_ids(position),
+            )
+            for position, block_id in enumerate(taken.block_ids[: taken.num_shared])
+        ]
+
+    async def _keep_announced(self) -> None:
+        while True:
+            await asyncio.sleep(MEMBER_REFRESH_MS / 1000)
+            await self._announce()
+
+    async def _announce(self) -> None:
+        try:
+            await self._membership.announce(self.record(), ttl_ms=MEMBER_TTL_MS)
+        except IndexUnavailable as fault:
+            self.report_fault(fault)  # the next refresh tries again
+
+    async def _withdraw(self) -> None:
+        announcer, self._announcer = self._announcer, None
+        if announcer is not None:
+            announcer.cancel()
+            await asyncio.wait([announcer])
+        try:
+            await self._membership.withdraw(self.record())
+        except IndexUnavailable as fault:
+            self.report_fault(fault)  # the record ends with its TTL
