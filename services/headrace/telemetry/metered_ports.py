@@ -6,7 +6,7 @@ that leaves the process; `compose.py` decides what is wrapped.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
 from headrace.core.block import BlockHash, BlockHeader, CacheSource, Chain, HolderId, NamespaceId, Tier
@@ -101,17 +101,14 @@ class MeteredBlockSource:
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """As BlockSource.fetch_blocks; a payload counts when the reader has asked for it."""
-        payloads = self._source.fetch_blocks(lease, deadline=deadline)
-        try:
+        async with aclosing(self._source.fetch_blocks(lease, deadline=deadline)) as payloads:
             async for payload in payloads:
                 self._bytes.inc(payload.nbytes)
                 yield payload
-        finally:
-            await _close(payloads)
 
-    async def release(self, lease: Lease) -> None:
+    async def release(self, lease: Lease, *, suspects: Sequence[int] = ()) -> None:
         """As BlockSource.release."""
-        await self._source.release(lease)
+        await self._source.release(lease, suspects=suspects)
 
 
 class MeteredBlockSink:
@@ -157,6 +154,10 @@ class MeteredStoreNodes:
         sink = self._nodes.sink()
         via = CacheSource.GRPC if self._nodes.local() is None else CacheSource.SHARED_MEMORY
         return sink and MeteredBlockSink(sink, metrics=self._metrics, via=via)
+
+    def sink_node_id(self) -> str:
+        """As StoreNodes.sink_node_id."""
+        return self._nodes.sink_node_id()
 
     def sink_node_id(self) -> str:
         """As StoreNodes.sink_node_id."""
