@@ -159,10 +159,6 @@ class MeteredStoreNodes:
         """As StoreNodes.sink_node_id."""
         return self._nodes.sink_node_id()
 
-    def sink_node_id(self) -> str:
-        """As StoreNodes.sink_node_id."""
-        return self._nodes.sink_node_id()
-
 
 class MeteredWorkerCalls:
     """WorkerCalls with usage, outcome and gaps between tokens counted once per attempt that streamed.
@@ -223,21 +219,6 @@ def count_usage(metrics: Metrics, usage: Usage, *, reads_cache: bool) -> None:
     metrics.prefix_cache_hits.inc(usage.cached.total)
     for source, tokens in usage.cached.by_source().items():
         metrics.cached_tokens.labels(source).inc(tokens)
-
-
-async def observe_first_token(
-    events: AsyncIterator[Event], *, accepted_s: float, metrics: Metrics, clock: Clock
-) -> AsyncGenerator[Event, None]:
-    """Pass a stream on and record the time from `accepted_s` to its first TokenDelta. Closing it closes `events`."""
-    waiting = True
-    try:
-        async for event in events:
-            if waiting and isinstance(event, TokenDelta):
-                waiting = False
-                metrics.time_to_first_token_seconds.observe(clock.now_s() - accepted_s)
-            yield event
-    finally:
-        await _close(events)
 
 
 async def _close(stream: AsyncIterator[Event]) -> None:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.process_collector import ProcessCollector
 
 from headrace.core.block import CacheSource, Tier
+from headrace.core.choose_workers import PlanReason
 from headrace.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -62,6 +63,7 @@ FAULT_KINDS: dict[type[CacheFault], str] = {
     LeaseExpired: "lease_expired",
     IndexUnavailable: "index_unavailable",
 }
+RECOVERY_KINDS = ("index_unavailable", "prefill_failed", "new_attempt")
 INDEX_CALLS = ("longest_prefix", "register", "deregister", "sweep")
 
 
@@ -148,6 +150,16 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self.recoveries = Counter(
+            "headrace_recoveries",
+            "Faults that became a slower answer instead of a failed request.",
+            ["kind"],
+            registry=self.registry,
+        )
+        for reason in PlanReason:
+            self.router_decisions.labels(reason)
+        for kind in RECOVERY_KINDS:
+            self.recoveries.labels(kind)
         for outcome in Outcome:
             self.requests.labels(outcome)
 

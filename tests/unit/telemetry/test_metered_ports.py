@@ -16,6 +16,7 @@ from headrace.core.block import (
     Tier,
     hash_prompt,
 )
+from headrace.core.choose_workers import PlanReason
 from headrace.core.clock import Deadline
 from headrace.core.errors import IndexUnavailable, WorkerUnavailable
 from headrace.core.generation import (
@@ -41,9 +42,9 @@ from headrace.telemetry.metered_ports import (
     MeteredBlockSink,
     MeteredBlockSource,
     MeteredWorkerCalls,
-    observe_first_token,
 )
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.route_metrics import RouteMetrics
 
 NAMESPACE = NamespaceId("ab" * 16)
 
@@ -162,13 +163,17 @@ async def test_closing_a_stream_closes_the_worker_and_counts_a_cancel_only_when_
     assert outcomes == {"finished": float(read == 4), "cancelled": float(read == 1), "failed": 0.0}
 
 
-async def test_time_to_first_token_is_recorded_once_from_acceptance():
-    metrics, clock = Metrics(), StepClock()
-    accepted_s = clock.now_s()
-    events = ScriptedCalls([*TOKENS, finished(CachedTokens())]).decode(make_call())
-    await drain(observe_first_token(events, accepted_s=accepted_s, metrics=metrics, clock=clock))
-    assert value(metrics, "headrace_time_to_first_token_seconds_count") == 1
-    assert value(metrics, "headrace_time_to_first_token_seconds_sum") == 1.0
+def test_routing_is_counted_under_bounded_reasons_and_kinds():
+    metrics = Metrics()
+    observed = RouteMetrics(metrics)
+    observed.decided(PlanReason.MATCH)
+    observed.recovered("new_attempt")
+    observed.first_token(0.25)
+    assert value(metrics, "headrace_router_decisions_total", reason="match") == 1
+    assert value(metrics, "headrace_recoveries_total", kind="new_attempt") == 1
+    assert value(metrics, "headrace_time_to_first_token_seconds_sum") == 0.25
+    with pytest.raises(ValueError, match="because"):
+        observed.decided("because the caller said so")
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
