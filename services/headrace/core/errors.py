@@ -2,7 +2,9 @@
 
     HeadraceError
     ├── InvalidRequest        the caller must change the request      (param)
-    │   └── UnknownModel      no worker serves that model             (model, known)
+    │   ├── UnknownModel      no worker serves that model             (model, known)
+    │   ├── ContextExceeded   prompt plus output does not fit         (tokens_max)
+    │   └── RequestTooLarge   refused before it is read               (bytes_max)
     ├── Overloaded            try again later                         (retry_after_ms)
     ├── WorkerUnavailable     the worker died, left or cannot serve   (worker_id)
     ├── DeadlineExceeded      time is up                              (what)
@@ -54,6 +56,22 @@ class UnknownModel(InvalidRequest):
         super().__init__(f"model {model[:200]!r} is not served here; served: {named}", param="model")
         self.model = model
         self.known = tuple(known)
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt, or prompt plus output, is longer than the model's context (or than a worker's pool)."""
+
+    def __init__(self, message: str, *, tokens_max: int, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.tokens_max = tokens_max
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request has more bytes than the server reads."""
+
+    def __init__(self, bytes_max: int) -> None:
+        super().__init__(f"the request is larger than {bytes_max} bytes; nothing was started, send less")
+        self.bytes_max = bytes_max
 
 
 class Overloaded(HeadraceError):

@@ -1,0 +1,232 @@
+"""The CacheAdmin service over all holders: every live store node and every worker's own pool.
+
+Reports holder by holder what was in fact done. A holder that does not answer has its error in the reply; none is left
+out silently. Prefixes given as text or token ids are tokenised and hashed here, for every live namespace of the model.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from headrace.core.block import Tier
+from headrace.core.clock import Deadline
+from headrace.core.errors import HeadraceError, IndexUnavailable
+from headrace.core.generation import EvictReport, EvictSelector, HolderStat
+from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, LIST_BLOCKS_MAX
+from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.gateway.refuse_call import RefuseCall
+from headrace.gateway.resolve_selector import resolve_selector
+from headrace.gateway.service import GatewayService
+from headrace.wire.render import (
+    render_evict_report,
+    render_holder_stat,
+    render_selector,
+    render_store_node,
+    render_worker,
+)
+from headrace.wire.status import error_of_call, message_of
+from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
+
+Reply = TypeVar("Reply")
+
+TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
+
+
+class CacheAdminRpc:
+    """headrace.v1.CacheAdmin over one service. `channel_to` gives the gRPC channel to an address."""
+
+    def __init__(
+        self, service: GatewayService, *, channel_to: Callable[[str], grpc.aio.Channel], refuse: RefuseCall
+    ) -> None:
+        self._service = service
+        self._channel_to = channel_to
+        self._refuse = refuse
+
+    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, grpc_context: Any) -> admin_pb2.ListBlocksReply:
+        """Blocks in the host tier of all nodes, up to the limit."""
+        return await self._answer(grpc_context, self._list_blocks(request))
+
+    async def Stat(self, request: admin_pb2.StatRequest, grpc_context: Any) -> admin_pb2.StatReply:
+        """Books of every holder: nodes as they are now, workers' pools as last announced."""
+        return await self._answer(grpc_context, self._stat())
+
+    async def Evict(self, request: admin_pb2.EvictRequest, grpc_context: Any) -> admin_pb2.EvictReply:
+        """Evict (dry: count) on every holder."""
+        return await self._answer(grpc_context, self._evict(request))
+
+    async def Status(self, request: admin_pb2.StatusRequest, grpc_context: Any) -> admin_pb2.StatusReply:
+        """Who is there. When the membership service is away: who was there last, and that it is away."""
+        return await self._answer(grpc_context, self._status())
+
+    async def _answer(self, grpc_context: Any, work: Awaitable[Reply]) -> Reply:
+        try:
+            return await work
+        except Exception as error:
+            await self._refuse(grpc_context, error)
+
+    async def _list_blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksReply:
+        selectors = await self._resolve(request.selector)
+        limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
+        nodes = await self._service.membership.store_nodes()
+
+        async def ask(node: StoreNodeRecord) -> admin_pb2.ListBlocksReply:
+            merged = admin_pb2.ListBlocksReply()
+            try:
+                for selector in selectors:
+                    asked = admin_pb2.ListBlocksRequest(selector=render_selector(selector), limit=limit)
+                    reply = await self._stub(node).ListBlocks(asked, timeout=TIMEOUT_S)
+                    merged.blocks.extend(reply.blocks)
+                    merged.total_blocks += reply.total_blocks
+            except grpc.aio.AioRpcError as failed:
+                merged.errors.add(holder=node.holder_id, error=message_of(error_of_call(failed)))
+            return merged
+
+        whole = admin_pb2.ListBlocksReply()
+        for reply in await _all([ask(node) for node in nodes]):
+            whole.blocks.extend(reply.blocks[: limit - len(whole.blocks)])
+            whole.errors.extend(reply.errors)
+            whole.total_blocks += reply.total_blocks
+        await self._name_models(whole, with_text=request.with_text)
+        return whole
+
+    async def _name_models(self, reply: admin_pb2.ListBlocksReply, *, with_text: bool) -> None:
+        """Fill in each block's model and, if asked for, its text.
+
+        A salted namespace is not any worker's own; where one model is served, it can only be that one's.
+        """
+        workers = self._service.table.records()
+        by_namespace = {w.namespace.id: w for w in workers if w.model_path}
+        only = next(iter(by_namespace.values()), None) if len({w.model for w in by_namespace.values()}) == 1 else None
+        deadline = Deadline.after(TIMEOUT_S, self._service.clock)
+        for block in reply.blocks:
+            worker = by_namespace.get(block.namespace, only)
+            if worker is None:
+                continue
+            block.model = worker.model
+            if with_text:
+                tokenizer = await self._service.tokenizers.get(worker.model_path, deadline=deadline)
+                block.text = tokenizer.decode(tuple(block.token_ids))
+
+    async def _stat(self) -> admin_pb2.StatReply:
+        async def ask(node: StoreNodeRecord) -> list[admin_pb2.HolderStat]:
+            try:
+                return list((await self._stub(node).Stat(admin_pb2.StatRequest(), timeout=TIMEOUT_S)).holders)
+            except grpc.aio.AioRpcError as failed:
+                error = message_of(error_of_call(failed))
+                return [admin_pb2.HolderStat(holder=node.holder_id, tier=Tier.HOST.value, error=error)]
+
+        replies = await _all([ask(node) for node in await self._service.membership.store_nodes()])
+        holders = [holder for reply in replies for holder in reply]
+        holders += [render_holder_stat(_device_stat(worker)) for worker in self._service.table.records()]
+        return admin_pb2.StatReply(holders=holders)
+
+    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictReply:
+        selectors = await self._resolve(request.selector)
+        nodes = await self._service.membership.store_nodes()
+        workers = await self._service.membership.workers()
+        bases = {worker.namespace.id for worker in workers}
+        work = [self._evict_on_node(node, selectors, request.dry_run) for node in nodes]
+        for worker in workers:
+            # A pool also holds blocks of salted namespaces, which are no worker's own: those are asked of everybody.
+            own = [s for s in selectors if s.namespace not in bases or s.namespace == worker.namespace.id]
+            if own:
+                work.append(self._evict_on_worker(worker, own, request.dry_run))
+        return admin_pb2.EvictReply(reports=[render_evict_report(report) for report in await _all(work)])
+
+    async def _evict_on_node(
+        self, node: StoreNodeRecord, selectors: Sequence[EvictSelector], dry_run: bool
+    ) -> EvictReport:
+        report = _nothing_evicted(node.holder_id, dry_run)
+        try:
+            for selector in selectors:
+                asked = admin_pb2.EvictRequest(selector=render_selector(selector), dry_run=dry_run)
+                for part in (await self._stub(node).Evict(asked, timeout=TIMEOUT_S)).reports:
+                    report = _add(report, part)
+        except grpc.aio.AioRpcError as failed:
+            return dataclasses.replace(report, error=message_of(error_of_call(failed)))
+        return report
+
+    async def _evict_on_worker(
+        self, worker: WorkerRecord, selectors: Sequence[EvictSelector], dry_run: bool
+    ) -> EvictReport:
+        report = _nothing_evicted(worker.holder_id, dry_run)
+        try:
+            async with Deadline.after(TIMEOUT_S, self._service.clock).scope(f"evict on {worker.worker_id}"):
+                for selector in selectors:
+                    report = _add(report, await self._service.calls.evict_device(worker, selector, dry_run=dry_run))
+        except HeadraceError as error:
+            return dataclasses.replace(report, error=message_of(error))
+        return report
+
+    async def _status(self) -> admin_pb2.StatusReply:
+        await self._service.refresh()
+        try:
+            nodes = await self._service.membership.store_nodes()
+        except IndexUnavailable:
+            nodes = ()
+        return admin_pb2.StatusReply(
+            store_nodes=[render_store_node(node) for node in nodes],
+            workers=[render_worker(worker) for worker in self._service.table.records()],
+            index_available=self._service.index_available,
+        )
+
+    async def _resolve(self, selector: admin_pb2.Selector) -> tuple[EvictSelector, ...]:
+        await self._service.refresh()
+        return await resolve_selector(
+            selector,
+            workers=self._service.table.records(),
+            tokenizers=self._service.tokenizers,
+            deadline=Deadline.after(TIMEOUT_S, self._service.clock),
+        )
+
+    def _stub(self, node: StoreNodeRecord) -> Any:
+        stub_of: Any = admin_pb2_grpc.CacheAdminStub  # generated code is untyped
+        return stub_of(self._channel_to(node.address))
+
+
+async def _all(work: Sequence[Awaitable[Reply]]) -> list[Reply]:
+    """Results in the order of `work`, run at the same time; a bug in one ends all."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_awaited(item)) for item in work]
+    return [task.result() for task in tasks]
+
+
+async def _awaited(item: Awaitable[Reply]) -> Reply:
+    return await item
+
+
+def _nothing_evicted(holder: str, dry_run: bool) -> EvictReport:
+    return EvictReport(holder=holder, blocks=0, tokens=0, bytes=0, skipped_leased_blocks=0, dry_run=dry_run)
+
+
+def _add(report: EvictReport, part: Any) -> EvictReport:
+    """Add one answer (protobuf or value) of the same holder."""
+    return dataclasses.replace(
+        report,
+        blocks=report.blocks + part.blocks,
+        tokens=report.tokens + part.tokens,
+        bytes=report.bytes + part.bytes,
+        skipped_leased_blocks=report.skipped_leased_blocks + part.skipped_leased_blocks,
+        error=report.error or part.error,
+    )
+
+
+def _device_stat(worker: WorkerRecord) -> HolderStat:
+    """A worker's pool as its record says; what is not free is in use or cached."""
+    return HolderStat(
+        holder=worker.holder_id,
+        tier=Tier.DEVICE.value,
+        incarnation=worker.incarnation,
+        total_blocks=worker.pool_blocks,
+        free_blocks=worker.free_blocks,
+        committed_blocks=worker.pool_blocks - worker.free_blocks,
+        reserved_blocks=0,
+        leased_blocks=0,
+        block_bytes=worker.namespace.layout.block_bytes,
+        lookups_tokens=0,
+        hits_tokens=0,
+        evicted_blocks=0,
+    )

@@ -1,0 +1,104 @@
+"""The Inference service over protobuf messages, and the standard health service.
+
+Methods are named as the RPCs and take `(request, grpc_context)`, so that a Ray Serve deployment can expose them as its
+own and a plain grpc.aio server can register them (`serve_grpc.py`). How an error reaches the caller differs between the
+two and is passed in.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+
+from headrace.core.limits import HEALTH_WATCH_MS
+from headrace.gateway.refuse_call import RefuseCall
+from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
+from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
+from headrace.wire.parse import parse_generate_request
+from headrace.wire.render import render_accepted, render_done, render_model, render_token
+from headrace.wire.status import UnknownService
+from headrace.wire.v1 import inference_pb2
+
+HEALTH_SERVICES = ("", "headrace.v1.Inference", "headrace.v1.CacheAdmin")
+
+
+class InferenceRpc:
+    """headrace.v1.Inference over one service."""
+
+    def __init__(self, service: GatewayService, *, refuse: RefuseCall) -> None:
+        self._service = service
+        self._refuse = refuse
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, grpc_context: Any
+    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        """One request in, Accepted, tokens and Done out. Cancelling the call ends the work on the worker."""
+        try:
+            async with aclosing(self._service.generate(parse_generate_request(request))) as events:
+                async for event in events:
+                    yield _render(event)
+        except Exception as error:
+            await self._refuse(grpc_context, error)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, grpc_context: Any
+    ) -> inference_pb2.ListModelsReply:
+        """Models that are served now."""
+        return inference_pb2.ListModelsReply(
+            models=[
+                render_model(
+                    served.name,
+                    context_tokens_max=served.tokens_max,
+                    block_tokens=served.namespace.layout.block_tokens,
+                    namespace=served.namespace.id,
+                )
+                for served in self._service.models()
+            ]
+        )
+
+
+def _render(event: GatewayEvent) -> inference_pb2.GenerateEvent:
+    match event:
+        case Accepted(request_id=request_id, model=model):
+            return render_accepted(request_id, model)
+        case ChoiceToken(delta=delta):
+            return render_token(delta)
+        case ChoiceFinished(finished=finished, prefill_worker=prefill_worker):
+            return render_done(finished, prefill_worker)
+
+
+class HealthRpc:
+    """grpc.health.v1.Health: SERVING means that a generation request could be served now."""
+
+    def __init__(self, service: GatewayService, *, refuse: RefuseCall) -> None:
+        self._service = service
+        self._refuse = refuse
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Any) -> health_pb2.HealthCheckResponse:
+        """The state now; NOT_FOUND for a service that is not served here."""
+        if request.service not in HEALTH_SERVICES:
+            await self._refuse(grpc_context, UnknownService(f"no service {request.service[:200]!r} here"))
+        return self._response(request.service)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Any
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        """The state now and whenever it changes, until the caller leaves."""
+        told = None
+        while True:
+            response = self._response(request.service)
+            if response.status != told:
+                told = response.status
+                yield response
+            await asyncio.sleep(HEALTH_WATCH_MS / 1000)
+
+    def _response(self, service: str) -> health_pb2.HealthCheckResponse:
+        if service not in HEALTH_SERVICES:
+            status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        elif self._service.ready():
+            status = health_pb2.HealthCheckResponse.SERVING
+        else:
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse(status=status)

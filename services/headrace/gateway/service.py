@@ -1,0 +1,244 @@
+"""The gateway as a whole: admission, the worker table and its refresh, and the way from a client's request to tokens.
+
+Holds everything that a gateway process shares between requests. Knows no protocol: the HTTP and gRPC files beside this
+one turn their requests into ClientRequest and render what `generate` yields.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+
+from headrace.config import GatewaySettings
+from headrace.core.block import HashedPrompt, Namespace, hash_prompt
+from headrace.core.choose_workers import RoutingRule
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import ContextExceeded, IndexUnavailable, Overloaded, WorkerUnavailable
+from headrace.core.generation import GenerateRequest, RequestId, SamplingParams, WorkerId
+from headrace.core.limits import (
+    GATEWAY_INFLIGHT_MAX,
+    OUTPUT_TOKENS_DEFAULT,
+    REQUEST_TIMEOUT_MS_DEFAULT,
+    RETRY_AFTER_MS,
+    WORKER_TABLE_REFRESH_MS,
+)
+from headrace.core.ports import BlockIndex, Membership, WorkerCalls
+from headrace.gateway.route_request import ChoiceEvent, ChoiceToken, RouteObserver, Router, route_request
+from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
+from headrace.gateway.worker_table import ServedModel, WorkerTable
+from headrace.wire.client_request import ClientRequest, SamplingOptions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First event of every request: it is valid, fits, and has a name."""
+
+    request_id: RequestId
+    model: str
+
+
+GatewayEvent = Accepted | ChoiceEvent
+
+
+class Unobserved:
+    """A RouteObserver that counts nothing."""
+
+    def decided(self, reason: str) -> None:
+        """As RouteObserver.decided."""
+
+    def recovered(self, kind: str) -> None:
+        """As RouteObserver.recovered."""
+
+    def first_token(self, seconds: float) -> None:
+        """As RouteObserver.first_token."""
+
+
+class GatewayService:
+    """One gateway replica. `start` it on the loop that serves, `stop` it there."""
+
+    def __init__(
+        self,
+        *,
+        index: BlockIndex,
+        membership: Membership,
+        calls: WorkerCalls,
+        settings: GatewaySettings,
+        clock: Clock,
+        tokenizers: Tokenizers | None = None,
+        observer: RouteObserver | None = None,
+        tie_break: Callable[[WorkerId], float] = lambda worker_id: random.random(),
+        inflight_max: int = GATEWAY_INFLIGHT_MAX,
+    ) -> None:
+        self.membership = membership
+        self.calls = calls
+        self.clock = clock
+        self.table = WorkerTable(clock)
+        self.tokenizers = tokenizers or Tokenizers()
+        self._observer = observer or Unobserved()
+        self._router = Router(
+            index=index,
+            calls=calls,
+            table=self.table,
+            rule=RoutingRule(local_prefill_tokens=settings.local_prefill_tokens, load_cap=settings.load_cap),
+            observer=self._observer,
+            tie_break=tie_break,
+        )
+        self._inflight_max = inflight_max
+        self._inflight = 0
+        self._index_available = True
+        self._refresh_now = asyncio.Event()
+        self._refreshing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read who is alive and keep reading. A membership service that is away does not stop the start."""
+        await self.refresh()
+        self._refreshing = asyncio.create_task(self._keep_refreshing())
+
+    async def stop(self) -> None:
+        """Stop refreshing and the tokenizer threads. Requests under way end with their callers. Idempotent."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+            self._refreshing = None
+        self.tokenizers.close()
+
+    def ready(self) -> bool:
+        """Whether a request could be served now: this gateway has started and knows a decode worker."""
+        return self._refreshing is not None and self.table.can_decode()
+
+    @property
+    def inflight(self) -> int:
+        """Requests under way, all stages together; 0 at rest."""
+        return self._inflight
+
+    @property
+    def index_available(self) -> bool:
+        """Whether the last reading of the membership succeeded."""
+        return self._index_available
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """Models that are served now."""
+        return self.table.models()
+
+    async def refresh(self) -> None:
+        """Read the workers once. When that fails the table stays as it is: dead workers show by failing calls."""
+        try:
+            self.table.replace(await self.membership.workers())
+        except IndexUnavailable as error:
+            if self._index_available:  # once per outage, not once per second
+                log.warning("the worker table is not refreshed: %s", error)
+            self._index_available = False
+        else:
+            self._index_available = True
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(WORKER_TABLE_REFRESH_MS / 1000):
+                    await self._refresh_now.wait()
+            except TimeoutError:
+                pass
+            self._refresh_now.clear()
+            await self.refresh()
+
+    async def generate(self, request: ClientRequest) -> AsyncGenerator[GatewayEvent, None]:
+        """Serve one client request: Accepted, then tokens, then one ChoiceFinished per choice.
+
+        Raises InvalidRequest (nothing was sent to a worker), Overloaded, WorkerUnavailable, DeadlineExceeded. Closing
+        the stream ends the work on every worker.
+        """
+        accepted_s = self.clock.now_s()
+        deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
+        with self._admitted():
+            requests = await self._prepare(request, deadline)
+            yield Accepted(request_id=requests[0].request_id, model=requests[0].model)
+            waiting = True
+            try:
+                async with aclosing(route_request(requests, router=self._router, deadline=deadline)) as events:
+                    async for event in events:
+                        if waiting and isinstance(event, ChoiceToken):
+                            waiting = False
+                            self._observer.first_token(self.clock.now_s() - accepted_s)
+                        yield event
+            except WorkerUnavailable:
+                self._refresh_now.set()
+                raise
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Hold one of the gateway's places for as long as the scope lasts, or raise Overloaded at once."""
+        if self._inflight >= self._inflight_max:
+            raise Overloaded(f"{self._inflight} requests are under way", retry_after_ms=RETRY_AFTER_MS)
+        self._inflight += 1
+        try:
+            yield
+        finally:
+            self._inflight -= 1
+
+    async def _prepare(self, request: ClientRequest, deadline: Deadline) -> list[GenerateRequest]:
+        """Tokenise, hash and settle sampling: one GenerateRequest for each choice, all with the same prompt."""
+        served = self.table.served(request.model, request.decode_worker)
+        token_ids = await tokenize_prompt(
+            request.prompt,
+            model_path=served.model_path,
+            tokens_max=served.tokens_max,
+            tokenizers=self.tokenizers,
+            deadline=deadline,
+        )
+        sampling = settle_sampling(request.sampling, prompt_tokens=len(token_ids), tokens_max=served.tokens_max)
+        prompt = hash_for(served.namespace, token_ids, cache_salt=request.cache_salt)
+        request_id = RequestId(secrets.token_hex(12))
+        return [
+            GenerateRequest(
+                request_id=request_id,
+                model=served.name,
+                prompt=prompt,
+                sampling=replace(sampling, seed=(sampling.seed + choice) % 2**64),
+                cache=request.cache,
+                decode_worker=request.decode_worker,
+                prefill_worker=request.prefill_worker,
+            )
+            for choice in range(request.choices)
+        ]
+
+
+def hash_for(namespace: Namespace, token_ids: tuple[int, ...], *, cache_salt: str = "") -> HashedPrompt:
+    """Hash a prompt under a model's namespace. A salt narrows the trust group, so that only callers with the same salt
+    share blocks; it cannot widen it. The group's length stands before it, so that no two pairs are spelled alike."""
+    if cache_salt:
+        group = f"{len(namespace.trust_group)}:{namespace.trust_group}:{cache_salt}"
+        namespace = replace(namespace, trust_group=group)
+    return hash_prompt(
+        namespace.id, token_ids, block_tokens=namespace.layout.block_tokens, algorithm=namespace.hash_algorithm
+    )
+
+
+def settle_sampling(options: SamplingOptions, *, prompt_tokens: int, tokens_max: int) -> SamplingParams:
+    """Fill in what the caller left open: the output's bound (what fits, at most the default) and the seed (a draw)."""
+    room = tokens_max - prompt_tokens
+    assert room >= 1, "tokenize_prompt leaves room for one token"
+    max_tokens = options.max_tokens
+    if max_tokens is None:
+        max_tokens = min(room, options.max_tokens_default or OUTPUT_TOKENS_DEFAULT)
+    if max_tokens > room:
+        raise ContextExceeded(
+            f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} make {prompt_tokens + max_tokens}; at most"
+            f" {tokens_max} fit: shorten the prompt or ask for at most {room}",
+            tokens_max=tokens_max,
+            param="max_tokens",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=secrets.randbits(63) if options.seed is None else options.seed,
+        stop=options.stop,
+        logprobs=options.logprobs,
+        ignore_eos=options.ignore_eos,
+    )

@@ -1,0 +1,152 @@
+"""The gateway's view of the workers: who lives, who is suspect, how many of this gateway's calls each one has.
+
+All of it lives on the event loop; nothing here waits. The membership service is the truth; a call that fails is fresher
+evidence against a worker than its record is for it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from headrace.core.block import Namespace
+from headrace.core.choose_workers import tokens_max
+from headrace.core.clock import Clock
+from headrace.core.errors import UnknownModel, WorkerUnavailable
+from headrace.core.generation import WorkerId
+from headrace.core.limits import WORKER_SUSPECT_MS, WORKER_TABLE_KEEP_MS
+from headrace.core.members import WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model as live workers serve it: all of the same namespace, so any of them can use another's blocks."""
+
+    name: str
+    namespace: Namespace
+    model_path: str
+    tokens_max: int  # prompt plus output of one sequence, on the roomiest decode worker
+    workers: tuple[WorkerRecord, ...]
+    suspects: frozenset[WorkerId]  # those of them that failed a call lately: the last to be tried
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    incarnation: int
+    until_s: float
+
+
+class WorkerTable:
+    """Records, suspicions and in-flight counts. One per gateway."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._records: dict[WorkerId, WorkerRecord] = {}
+        self._listed_s = clock.now_s()  # when a listing last named anybody
+        self._suspects: dict[WorkerId, _Suspicion] = {}
+        self._in_flight: dict[WorkerId, int] = {}
+
+    def replace(self, records: Sequence[WorkerRecord]) -> None:
+        """Take over a fresh listing.
+
+        An empty one is not believed for `WORKER_TABLE_KEEP_MS`: a Redis that came back empty knows nobody until the
+        workers announce themselves again, and calls to a dead worker fail quickly by themselves.
+        """
+        now_s = self._clock.now_s()
+        if not records and now_s - self._listed_s < WORKER_TABLE_KEEP_MS / 1000:
+            return
+        if records:
+            self._listed_s = now_s
+        self._records = {record.worker_id: record for record in records}
+        self._suspects = {
+            worker_id: suspicion
+            for worker_id, suspicion in self._suspects.items()
+            if suspicion.until_s > now_s and self._incarnation(worker_id) <= suspicion.incarnation
+        }
+
+    def suspect(self, worker_id: WorkerId) -> None:
+        """Choose this worker last until its record has had time to expire, or it comes back as a new incarnation."""
+        self._suspects[worker_id] = _Suspicion(
+            incarnation=self._incarnation(worker_id), until_s=self._clock.now_s() + WORKER_SUSPECT_MS / 1000
+        )
+
+    def records(self) -> tuple[WorkerRecord, ...]:
+        """Every worker of the last listing, suspect or not, by id."""
+        return tuple(record for _, record in sorted(self._records.items()))
+
+    def live(self) -> tuple[WorkerRecord, ...]:
+        """Workers with nothing against them, by id."""
+        now_s = self._clock.now_s()
+        return tuple(
+            record
+            for record in self.records()
+            if (suspicion := self._suspects.get(record.worker_id)) is None
+            or suspicion.until_s <= now_s
+            or record.incarnation > suspicion.incarnation
+        )
+
+    def can_decode(self) -> bool:
+        """Whether any request could be served now."""
+        return any(record.role.decodes for record in self.live())
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """Every model that some known decode worker serves, by name."""
+        return tuple(self.served(name) for name in sorted({r.model for r in self._records.values() if r.role.decodes}))
+
+    def served(self, model: str, decode_worker: WorkerId | None = None) -> ServedModel:
+        """Resolve a model's name; "" is the only model there is. Raises UnknownModel, WorkerUnavailable.
+
+        Workers of one model may differ in namespace for a while (an upgrade, another CPU type). A request stays within
+        one: that of the decode worker it names, else the one with most decode workers, ties by id.
+        """
+        decoders = [record for record in self.records() if record.role.decodes]
+        if not decoders:
+            raise WorkerUnavailable("", "no decode worker is ready yet")
+        names = sorted({record.model for record in decoders})
+        if not model and len(names) == 1:
+            model = names[0]
+        if model not in names:
+            raise UnknownModel(model, names)
+        groups: dict[Namespace, list[WorkerRecord]] = {}
+        for record in decoders:
+            if record.model == model:
+                groups.setdefault(record.namespace, []).append(record)
+
+        def preference(namespace: Namespace) -> tuple[bool, int, str]:
+            group = groups[namespace]
+            return (all(r.worker_id != decode_worker for r in group), -len(group), namespace.id)
+
+        namespace = min(groups, key=preference)
+        group, live = groups[namespace], {record.worker_id for record in self.live()}
+        workers = tuple(r for r in self.records() if r.model == model and r.namespace == namespace)
+        return ServedModel(
+            name=model,
+            namespace=namespace,
+            model_path=next((record.model_path for record in group if record.model_path), ""),
+            tokens_max=max(tokens_max(record) for record in group),
+            workers=workers,
+            suspects=frozenset(r.worker_id for r in workers) - live,
+        )
+
+    @contextmanager
+    def in_flight(self, worker_id: WorkerId) -> Iterator[None]:
+        """Count one call to a worker for as long as the scope lasts, however it ends."""
+        self._in_flight[worker_id] = self._in_flight.get(worker_id, 0) + 1
+        try:
+            yield
+        finally:
+            self._in_flight[worker_id] -= 1
+            if not self._in_flight[worker_id]:
+                del self._in_flight[worker_id]
+
+    def in_flight_counts(self) -> Mapping[WorkerId, int]:
+        """Calls of this gateway that are under way, by worker; empty at rest."""
+        return dict(self._in_flight)
+
+    def check_integrity(self) -> None:
+        """Counts are positive, records lie under their own id."""
+        assert all(count > 0 for count in self._in_flight.values())
+        assert all(worker_id == record.worker_id for worker_id, record in self._records.items())
+
+    def _incarnation(self, worker_id: WorkerId) -> int:
+        record = self._records.get(worker_id)
+        return record.incarnation if record else 0

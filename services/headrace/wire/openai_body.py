@@ -1,0 +1,328 @@
+"""Bodies of OpenAI's HTTP API become client requests, or InvalidRequest naming the parameter.
+
+Policy on fields, as OpenAI clients expect of a compatible server: what is unknown or has no effect on the answer is
+ignored; what would change the answer's meaning and is not supported here (tools, images, penalties, echo) is refused,
+so that no caller gets an answer to another question. `headrace` is our own object for control over the cache.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.core.block import CacheSource
+from headrace.core.errors import InvalidRequest
+from headrace.core.generation import CacheControl, WorkerId
+from headrace.core.limits import CHOICES_MAX, COMPLETION_TOKENS_DEFAULT, LOGPROBS_MAX
+from headrace.wire.client_request import ChatTurn, ClientRequest, Prompt, SamplingOptions, TextPrompt
+from headrace.wire.parse import (
+    cache_control,
+    chat_prompt,
+    chat_turn,
+    checked_prompt_text,
+    checked_salt,
+    checked_sampling,
+    checked_text,
+    checked_timeout_ms,
+    token_prompt,
+)
+
+JsonObject = Mapping[str, Any]
+
+# Parameter -> values that mean "not used". Any other value asks for something that is not done here.
+UNSUPPORTED_COMMON: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+}
+UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "prediction": (),
+}
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {"echo": (False,), "suffix": ("",)}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiRequest:
+    """One HTTP request: a client request for each prompt, and how the answer is to be sent."""
+
+    requests: tuple[ClientRequest, ...]
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+
+    @property
+    def model(self) -> str:
+        """The model as the caller named it."""
+        return self.requests[0].model
+
+
+def parse_json_body(body: bytes) -> JsonObject:
+    """A body's JSON object. Refuses broken UTF-8, NaN and infinity, nesting beyond reason, and all but objects."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid UTF-8 (byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def parse_chat_body(body: JsonObject) -> OpenAiRequest:
+    """Read a body of `/v1/chat/completions`."""
+    _refuse_unsupported(body, UNSUPPORTED_CHAT)
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise InvalidRequest("messages must be a list of messages", param="messages")
+    turns = [_chat_message(message, param=f"messages[{i}]") for i, message in enumerate(messages)]
+    wanted = _boolean(body, "logprobs") or False
+    top = _integer(body, "top_logprobs")
+    if top is not None and not wanted:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if top is not None and not 0 <= top <= LOGPROBS_MAX:
+        raise InvalidRequest(f"top_logprobs must lie in 0..{LOGPROBS_MAX}", param="top_logprobs")
+    max_tokens = _max_tokens(body, "max_completion_tokens", "max_tokens")
+    sampling = _sampling(body, max_tokens=max_tokens, max_tokens_default=None, logprobs=(top or 0) if wanted else None)
+    return _openai_request(body, [chat_prompt(turns, param="messages")], sampling)
+
+
+def parse_completion_body(body: JsonObject) -> OpenAiRequest:
+    """Read a body of `/v1/completions`: one prompt or several, each text or token ids."""
+    _refuse_unsupported(body, UNSUPPORTED_COMPLETION)
+    prompts = _completion_prompts(body.get("prompt"))
+    sampling = _sampling(
+        body,
+        max_tokens=_max_tokens(body, "max_tokens"),
+        max_tokens_default=COMPLETION_TOKENS_DEFAULT,
+        logprobs=_integer(body, "logprobs"),
+    )
+    best_of = _integer(body, "best_of")
+    if best_of is not None and best_of != (_integer(body, "n") or 1):
+        raise InvalidRequest("best_of is not supported beyond n", param="best_of")
+    return _openai_request(body, prompts, sampling)
+
+
+def _openai_request(body: JsonObject, prompts: Sequence[Prompt], sampling: SamplingOptions) -> OpenAiRequest:
+    """What both endpoints have in common."""
+    stream = _boolean(body, "stream") or False
+    choices = _integer(body, "n")
+    choices = 1 if choices is None else choices
+    if not 1 <= choices <= CHOICES_MAX:
+        raise InvalidRequest(f"n must lie in 1..{CHOICES_MAX}", param="n")
+    if len(prompts) * choices > CHOICES_MAX:
+        raise InvalidRequest(f"at most {CHOICES_MAX} choices in one request: prompts x n", param="prompt")
+    control = _object(body, "headrace")
+    requests = tuple(
+        ClientRequest(
+            model=_model(body),
+            prompt=prompt,
+            sampling=sampling,
+            cache=_cache(control),
+            choices=choices,
+            timeout_ms=checked_timeout_ms(_integer(control, "timeout_ms", prefix="headrace.")),
+            cache_salt=checked_salt(_text(body, "cache_salt") or ""),
+            decode_worker=_worker(control, "decode_worker"),
+            prefill_worker=_worker(control, "prefill_worker"),
+        )
+        for prompt in prompts
+    )
+    return OpenAiRequest(
+        requests=requests,
+        stream=stream,
+        include_usage=_include_usage(body, stream),
+        logprobs=sampling.logprobs is not None,
+    )
+
+
+def _refuse_unsupported(body: JsonObject, unused_values: Mapping[str, tuple[Any, ...]]) -> None:
+    for param, unused in unused_values.items():
+        value = body.get(param)
+        if value is not None and not any(_same(value, harmless) for harmless in unused):
+            raise InvalidRequest(f"{param} is not supported", param=param)
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    """Equality in which true is not 1 and false is not 0."""
+    return isinstance(value, bool) == isinstance(harmless, bool) and bool(value == harmless)
+
+
+def _model(body: JsonObject) -> str:
+    model = _text(body, "model")
+    if not model:
+        raise InvalidRequest("model must be named; GET /v1/models lists what is served", param="model")
+    return model
+
+
+def _chat_message(message: Any, *, param: str) -> ChatTurn:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{param} must be an object", param=param)
+    if message.get("tool_calls") or message.get("function_call"):
+        raise InvalidRequest(f"{param}: tool calls are not supported", param=param)
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequest(f"{param}.role must be a string", param=f"{param}.role")
+    return chat_turn(role, _content(message.get("content"), param=f"{param}.content"), param=param)
+
+
+def _content(content: Any, *, param: str) -> str:
+    """A message's text: a string, or a list of text parts, which are joined. Images and audio are refused."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{param} must be a string or a list of text parts", param=param)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{param}: only text parts are supported, not {kind!r:.60}", param=param)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _completion_prompts(prompt: Any) -> list[Prompt]:
+    """`str`, `[str]`, `[int]` or `[[int]]`."""
+    if isinstance(prompt, str):
+        return [TextPrompt(checked_prompt_text(prompt, param="prompt"))]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidRequest(
+            "prompt must be a string, a list of strings, of token ids or of lists of them", param="prompt"
+        )
+    if all(_is_integer(item) for item in prompt):
+        return [token_prompt(prompt, param="prompt")]
+    if len(prompt) > CHOICES_MAX:
+        raise InvalidRequest(f"at most {CHOICES_MAX} prompts in one request", param="prompt")
+    prompts: list[Prompt] = []
+    for item in prompt:
+        if isinstance(item, str):
+            prompts.append(TextPrompt(checked_prompt_text(item, param="prompt")))
+        elif isinstance(item, list) and all(_is_integer(i) for i in item):
+            prompts.append(token_prompt(item, param="prompt"))
+        else:
+            raise InvalidRequest("prompt: each item must be a string or a list of token ids", param="prompt")
+    return prompts
+
+
+def _sampling(
+    body: JsonObject, *, max_tokens: int | None, max_tokens_default: int | None, logprobs: int | None
+) -> SamplingOptions:
+    temperature, top_p, seed = _number(body, "temperature"), _number(body, "top_p"), _integer(body, "seed")
+    return checked_sampling(
+        SamplingOptions(
+            max_tokens=max_tokens,
+            max_tokens_default=max_tokens_default,
+            temperature=1.0 if temperature is None else temperature,
+            top_p=1.0 if top_p is None else top_p,
+            top_k=_integer(body, "top_k") or 0,
+            seed=None if seed is None else seed % 2**64,  # OpenAI allows negative seeds
+            stop=_stop(body.get("stop")),
+            logprobs=logprobs,
+            ignore_eos=_boolean(body, "ignore_eos") or False,
+        )
+    )
+
+
+def _max_tokens(body: JsonObject, *names: str) -> int | None:
+    """The first of several spellings that is given; two that differ are refused."""
+    given = {name: value for name in names if (value := _integer(body, name)) is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise InvalidRequest(f"{name} must be at least 1, not {value!r:.40}", param=name)
+    if len(set(given.values())) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} differ; give one", param=names[0])
+    return next(iter(given.values()), None)
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+        raise InvalidRequest("stop must be a string or a list of strings", param="stop")
+    return tuple(stops)
+
+
+def _include_usage(body: JsonObject, stream: bool) -> bool:
+    options = _object(body, "stream_options")
+    if options and not stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    return _boolean(options, "include_usage", prefix="stream_options.") or False
+
+
+def _cache(control: JsonObject) -> CacheControl:
+    names = control.get("sources")
+    names = [] if names is None else names
+    known = ", ".join(CacheSource)
+    if not isinstance(names, list) or not all(isinstance(n, str) and n in set(CacheSource) for n in names):
+        raise InvalidRequest(f"headrace.sources must be a list of: {known}", param="headrace.sources")
+    return cache_control(
+        bypass=_boolean(control, "bypass", prefix="headrace.") or False,
+        sources=[CacheSource(name) for name in names],
+        publish=not _boolean(control, "no_publish", prefix="headrace."),
+        param="headrace.sources",
+    )
+
+
+def _worker(control: JsonObject, name: str) -> WorkerId | None:
+    text = _text(control, name, prefix="headrace.")
+    return WorkerId(text) if text else None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(body: JsonObject, name: str, *, prefix: str = "") -> int | None:
+    value = body.get(name)
+    if value is not None and not _is_integer(value):
+        raise InvalidRequest(f"{prefix}{name} must be an integer", param=prefix + name)
+    return value
+
+
+def _number(body: JsonObject, name: str) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e9 or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number of usual size", param=name)
+    return float(value)
+
+
+def _boolean(body: JsonObject, name: str, *, prefix: str = "") -> bool | None:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"{prefix}{name} must be true or false", param=prefix + name)
+    return value
+
+
+def _text(body: JsonObject, name: str, *, prefix: str = "") -> str | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{prefix}{name} must be a string", param=prefix + name)
+    return checked_text(value, param=prefix + name)
+
+
+def _object(body: JsonObject, name: str) -> JsonObject:
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be an object", param=name)
+    return value

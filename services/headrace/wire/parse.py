@@ -1,0 +1,214 @@
+"""Outside input in protobuf form becomes values that cannot be wrong, or InvalidRequest naming the field.
+
+Also home of the checks that protobuf and JSON share. Nothing here asks a worker, a tokenizer or a clock: whether a
+prompt fits a model's context is known only after tokenising and is the gateway's to say.
+"""
+
+import math
+from collections.abc import Sequence
+
+from headrace.core.block import CacheSource
+from headrace.core.errors import InvalidRequest
+from headrace.core.generation import CacheControl, EvictSelector, WorkerId
+from headrace.core.limits import (
+    CACHE_SALT_CHARS_MAX,
+    LOGPROBS_MAX,
+    PROMPT_CHARS_MAX,
+    REQUEST_TIMEOUT_MS_MAX,
+    STOP_STRING_CHARS_MAX,
+    STOP_STRINGS_MAX,
+)
+from headrace.wire.client_request import (
+    ChatPrompt,
+    ChatTurn,
+    ClientRequest,
+    Prompt,
+    SamplingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from headrace.wire.v1 import admin_pb2, inference_pb2
+
+INT32_MAX = 2**31 - 1
+SEED_MAX = 2**64 - 1
+TEMPERATURE_MAX = 2.0  # OpenAI's bound
+ROLES = ("system", "developer", "user", "assistant")
+SOURCE_OF_ENUM: dict[int, CacheSource] = {
+    inference_pb2.CACHE_SOURCE_DEVICE: CacheSource.DEVICE,
+    inference_pb2.CACHE_SOURCE_SHARED_MEMORY: CacheSource.SHARED_MEMORY,
+    inference_pb2.CACHE_SOURCE_GRPC: CacheSource.GRPC,
+}
+
+
+def parse_generate_request(message: inference_pb2.GenerateRequest) -> ClientRequest:
+    """Read a gRPC request. Unset fields take their documented defaults; raises InvalidRequest naming the field."""
+    cache = message.cache
+    return ClientRequest(
+        model=checked_text(message.model, param="model"),
+        prompt=_parse_prompt(message),
+        sampling=_parse_sampling(message.sampling),
+        cache=cache_control(
+            bypass=cache.bypass,
+            sources=_parse_sources(cache.sources),
+            publish=not cache.no_publish,
+            param="cache.sources",
+        ),
+        timeout_ms=checked_timeout_ms(message.timeout_ms or None),
+        cache_salt=checked_salt(message.cache_salt),
+        decode_worker=WorkerId(cache.decode_worker) if cache.decode_worker else None,
+        prefill_worker=WorkerId(cache.prefill_worker) if cache.prefill_worker else None,
+    )
+
+
+def _parse_prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return TextPrompt(checked_prompt_text(message.text, param="text"))
+    if kind == "chat":
+        turns = [
+            chat_turn(turn.role, turn.content, param=f"chat.messages[{i}]")
+            for i, turn in enumerate(message.chat.messages)
+        ]
+        return chat_prompt(turns, param="chat.messages")
+    if kind == "token_ids":
+        return token_prompt(message.token_ids.ids, param="token_ids")
+    raise InvalidRequest("a prompt is needed: text, chat or token_ids", param="prompt")
+
+
+def _parse_sampling(message: inference_pb2.Sampling) -> SamplingOptions:
+    def given(name: str) -> bool:
+        return bool(message.HasField(name))
+
+    return checked_sampling(
+        SamplingOptions(
+            max_tokens=message.max_tokens if given("max_tokens") else None,
+            temperature=message.temperature if given("temperature") else 0.0,
+            top_k=message.top_k if given("top_k") else 0,
+            top_p=message.top_p if given("top_p") else 1.0,
+            seed=message.seed if given("seed") else None,
+            stop=tuple(message.stop),
+            logprobs=message.logprobs if given("logprobs") else None,
+            ignore_eos=message.ignore_eos,
+        )
+    )
+
+
+def _parse_sources(values: Sequence[int]) -> tuple[CacheSource, ...]:
+    for value in values:
+        if value not in SOURCE_OF_ENUM:
+            raise InvalidRequest(f"cache.sources: {value} is not a known source", param="cache.sources")
+    return tuple(SOURCE_OF_ENUM[value] for value in values)
+
+
+def parse_selector(selector: admin_pb2.Selector) -> EvictSelector:
+    """Read a selector that names blocks by hash, namespace, model or age; raises InvalidRequest.
+
+    `prefix_text` and `prefix_token_ids` are the gateway's to resolve and are refused here.
+    """
+    if selector.prefix_text or selector.prefix_token_ids:
+        raise InvalidRequest("a prefix is resolved by the gateway only; ask it, or give block_hashes", param="selector")
+    idle_for_s = selector.idle_for_s if selector.HasField("idle_for_s") else None
+    if idle_for_s is not None and not (math.isfinite(idle_for_s) and idle_for_s >= 0):
+        raise InvalidRequest("idle_for_s must be a number of seconds, at least 0", param="idle_for_s")
+    for block_hash in selector.block_hashes:
+        if len(block_hash) not in (16, 32):
+            raise InvalidRequest("a block hash has 16 or 32 bytes", param="block_hashes")
+    return EvictSelector(
+        namespace=selector.namespace or None,
+        model=selector.model or None,
+        block_hashes=tuple(selector.block_hashes),
+        idle_for_s=idle_for_s,
+    )
+
+
+def checked_sampling(options: SamplingOptions) -> SamplingOptions:
+    """The same options, every one within its range; raises InvalidRequest naming the first that is not."""
+    if options.max_tokens is not None:
+        _check_range("max_tokens", options.max_tokens, low=1, high=INT32_MAX)
+    _check_range("temperature", options.temperature, low=0.0, high=TEMPERATURE_MAX)
+    _check_range("top_k", options.top_k, low=0, high=INT32_MAX)
+    _check_range("top_p", options.top_p, low=0.0, high=1.0)
+    if options.top_p == 0.0:
+        raise InvalidRequest("top_p must be greater than 0", param="top_p")
+    if options.seed is not None:
+        _check_range("seed", options.seed, low=0, high=SEED_MAX)
+    if options.logprobs is not None:
+        _check_range("logprobs", options.logprobs, low=0, high=LOGPROBS_MAX)
+    if len(options.stop) > STOP_STRINGS_MAX:
+        raise InvalidRequest(f"at most {STOP_STRINGS_MAX} stop strings", param="stop")
+    for text in options.stop:
+        if not 1 <= len(checked_text(text, param="stop")) <= STOP_STRING_CHARS_MAX:
+            raise InvalidRequest(f"a stop string has 1 to {STOP_STRING_CHARS_MAX} characters", param="stop")
+    return options
+
+
+def _check_range(param: str, value: float, *, low: float, high: float) -> None:
+    if not low <= value <= high:  # false for NaN too
+        raise InvalidRequest(f"{param} must lie in {low}..{high}, not {value!r:.40}", param=param)
+
+
+def cache_control(*, bypass: bool, sources: Sequence[CacheSource], publish: bool, param: str) -> CacheControl:
+    """Which sources a request may read: none when it bypasses the cache, all when it names none."""
+    if bypass and sources:
+        raise InvalidRequest("bypass takes nothing from the cache; it cannot be joined with sources", param=param)
+    if bypass:
+        return CacheControl(sources=frozenset(), publish=publish)
+    return CacheControl(sources=frozenset(sources), publish=publish) if sources else CacheControl(publish=publish)
+
+
+def checked_text(text: str, *, param: str) -> str:
+    """The text, if it can be written as UTF-8: JSON's escapes can spell half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{param} is not valid Unicode text", param=param) from None
+    return text
+
+
+def checked_prompt_text(text: str, *, param: str) -> str:
+    """A prompt's text: not empty, not beyond what a tokenizer should be given."""
+    if not text:
+        raise InvalidRequest(f"{param} must not be empty", param=param)
+    if len(text) > PROMPT_CHARS_MAX:
+        raise InvalidRequest(f"{param} has {len(text)} characters; at most {PROMPT_CHARS_MAX} are read", param=param)
+    return checked_text(text, param=param)
+
+
+def chat_turn(role: str, content: str, *, param: str) -> ChatTurn:
+    """One message: a role that templates know, content that may be empty. `developer` is OpenAI's word for system."""
+    if role not in ROLES:
+        raise InvalidRequest(f"{param}.role must be one of {', '.join(ROLES)}, not {role!r:.60}", param=f"{param}.role")
+    return ChatTurn(role="system" if role == "developer" else role, content=checked_text(content, param=param))
+
+
+def chat_prompt(turns: Sequence[ChatTurn], *, param: str) -> ChatPrompt:
+    """A chat of at least one message with some content."""
+    if not any(turn.content for turn in turns):
+        raise InvalidRequest(f"{param} must hold at least one message with content", param=param)
+    characters = sum(len(turn.content) for turn in turns)
+    if characters > PROMPT_CHARS_MAX:
+        raise InvalidRequest(f"{param} has {characters} characters; at most {PROMPT_CHARS_MAX} are read", param=param)
+    return ChatPrompt(turns=tuple(turns))
+
+
+def token_prompt(token_ids: Sequence[int], *, param: str) -> TokenPrompt:
+    """Token ids: at least one, none negative. Whether the model knows them is checked by the gateway."""
+    if not token_ids:
+        raise InvalidRequest(f"{param} must not be empty", param=param)
+    if min(token_ids) < 0:
+        raise InvalidRequest(f"{param} must not hold negative numbers", param=param)
+    return TokenPrompt(token_ids=tuple(token_ids))
+
+
+def checked_timeout_ms(timeout_ms: int | None) -> int | None:
+    """A request's own deadline, if it names one."""
+    if timeout_ms is not None:
+        _check_range("timeout_ms", timeout_ms, low=1, high=REQUEST_TIMEOUT_MS_MAX)
+    return timeout_ms
+
+
+def checked_salt(salt: str) -> str:
+    """A cache salt: any short text."""
+    if len(salt) > CACHE_SALT_CHARS_MAX:
+        raise InvalidRequest(f"cache_salt has at most {CACHE_SALT_CHARS_MAX} characters", param="cache_salt")
+    return checked_text(salt, param="cache_salt")
