@@ -223,6 +223,10 @@ SWEEP_PAGES_MAX = 8
 # A liveness record is about 1 KB; more than this is junk and is not even read.
 MEMBER_RECORD_BYTES_MAX = 16_384
 
+# Ids of members that one announcement looks at, to forget those whose record has run out. Every live member looks at 8
+# in each refresh, so ids of the dead are outrun however many restarts there are.
+FORGET_MEMBERS_PER_ANNOUNCE = 8
+
 # Junk in Redis is logged once in this time, however much of it there is: one line a minute is seen and fills no disk.
 JUNK_LOG_INTERVAL_MS = 60_000
 

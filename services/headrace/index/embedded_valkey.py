@@ -63,7 +63,7 @@ class EmbeddedValkey:
         assert not self.alive(), "the server runs already"
         self.stop()
         why = "no attempt was made"
-        for _ in range(_START_ATTEMPTS):
+        for _ in range(1 if self._port else _START_ATTEMPTS):
             port = self._port or _free_port()
             with tempfile.TemporaryFile() as output:
                 self._spawn(port, output)

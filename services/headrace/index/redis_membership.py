@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from headrace.core.block import HolderId
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.limits import MEMBER_RECORD_BYTES_MAX, MEMBERS_MAX, MEMBERSHIP_CONNECTIONS_MAX
+from headrace.core.limits import (
+    FORGET_MEMBERS_PER_ANNOUNCE,
+    MEMBER_RECORD_BYTES_MAX,
+    MEMBERS_MAX,
+    MEMBERSHIP_CONNECTIONS_MAX,
+)
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.index.junk_count import JunkCount
 from headrace.index.member_records import JunkRecord, decode_record, encode_record
@@ -52,7 +57,7 @@ class RedisMembership:
             outcome = await redis.run_script(
                 _ANNOUNCE,
                 keys=[MEMBER_IDS_KEY, member_key(holder)],
-                arguments=[holder, incarnation, value, ttl_ms],
+                arguments=[holder, incarnation, value, ttl_ms, MEMBER_KEY_PREFIX, FORGET_MEMBERS_PER_ANNOUNCE],
             )
         self._unconfirmed.discard(holder)
         return outcome == 1 or (outcome == 0 and is_unknown)

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Take one holder's entries back.
 --
 -- Race prevented: an evicting store node dies; its next incarnation finds the same block whole in the arena and

@@ -1,8 +1,8 @@
-#!lua
--- All standing liveness records; forgets the ids of members whose record has run out.
+#!lua flags=no-writes
+-- All standing liveness records.
 --
--- Race prevented: a member announces itself between the look that found its record gone and the removal of its id. Its
--- record would stand and never be listed. A script lets nobody in between.
+-- Race prevented: a member announces a new incarnation between the look at its lifetime and the reading of its record.
+-- A script sees one instant. It writes nothing, so that it also works on a read-only replica and when Redis is full.
 --
 -- KEYS[1]  ids of all members
 -- ARGV     prefix of the records' keys, most members to read, most bytes of a record
@@ -15,11 +15,9 @@ for _, holder in ipairs(holders) do
   local key = prefix .. holder
   local bytes = redis.pcall('STRLEN', key)
   local ttl_ms = redis.call('PTTL', key)
-  if ttl_ms == -2 then
-    redis.pcall('SREM', KEYS[1], holder) -- refused by a read-only replica: then it stays a little longer
-  elseif type(bytes) == 'table' or bytes > bytes_max or ttl_ms == -1 then
+  if type(bytes) == 'table' or bytes > bytes_max or ttl_ms == -1 then
     reply[1] = reply[1] + 1
-  else
+  elseif ttl_ms ~= -2 then -- -2: it has run out
     reply[#reply + 1] = holder
     reply[#reply + 1] = redis.call('GET', key)
   end

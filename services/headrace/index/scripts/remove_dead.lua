@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Remove entries that were found dead.
 --
 -- Race prevented: between the look that found an entry dead and its removal, the holder may have come back and

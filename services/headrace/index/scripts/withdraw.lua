@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Remove a liveness record.
 --
 -- Race prevented: a process that stops slowly withdraws after its successor has announced itself; the successor's

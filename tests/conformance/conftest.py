@@ -1,0 +1,56 @@
+"""Both implementations of the index ports, behind one face."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+
+from headrace.core.ports import BlockIndex, Membership
+from headrace.index.memory_index import MemoryIndex, MemoryMembership
+from headrace.index.redis_index import RedisIndex
+from headrace.index.redis_membership import RedisMembership
+
+
+class SettableClock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.time_s = 1_000.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def unix_ms(self) -> int:
+        return int(self.time_s * 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexUnderTest:
+    """An index, the membership it believes, and how to let time pass for both."""
+
+    index: BlockIndex
+    membership: Membership
+    pass_time_ms: Callable[[int], Awaitable[None]]
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[IndexUnderTest]:
+    if request.param == "memory":
+        clock = SettableClock()
+
+        async def move_clock(ms: int) -> None:
+            clock.time_s += ms / 1000
+
+        membership = MemoryMembership(clock)
+        yield IndexUnderTest(MemoryIndex(membership), membership, move_clock)
+        return
+
+    async def sleep(ms: int) -> None:
+        await asyncio.sleep(ms / 1000)
+
+    url = request.getfixturevalue("empty_valkey_url")
+    redis_index, redis_membership = RedisIndex(url), RedisMembership(url)
+    yield IndexUnderTest(redis_index, redis_membership, sleep)
+    await redis_index.close()
+    await redis_membership.close()

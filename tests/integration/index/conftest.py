@@ -1,0 +1,33 @@
+"""Servers of one test's own (to be paused or killed), and a raw way to talk to them."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from headrace.core.clock import SystemClock
+from headrace.index.embedded_valkey import EmbeddedValkey
+from headrace.index.redis_connections import RedisConnections
+
+SendRaw = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def own_server() -> Iterator[EmbeddedValkey]:
+    with EmbeddedValkey() as server:
+        yield server
+
+
+@pytest.fixture
+async def send_raw(empty_valkey_url: str) -> AsyncIterator[SendRaw]:
+    """Send any command to the shared, emptied server."""
+    connections = RedisConnections(empty_valkey_url, connections_max=1, clock=SystemClock())
+
+    async def send(*command: bytes | str | int) -> Any:
+        async with connections.call() as redis:
+            [reply] = await redis.round_trip(command)
+        assert not isinstance(reply, Exception), reply
+        return reply
+
+    yield send
+    await connections.close()

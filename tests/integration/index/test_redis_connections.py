@@ -1,0 +1,91 @@
+"""Nobody gets another caller's reply, and there are never more connections than were allowed."""
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from headrace.core.block import HashAlgorithm, NamespaceId, hash_prompt
+from headrace.core.clock import SystemClock
+from headrace.core.limits import INDEX_CONNECTIONS_MAX
+from headrace.index.redis_connections import RedisConnections
+from headrace.index.redis_index import RedisIndex
+
+NAMESPACE = NamespaceId("0f" * 16)
+
+
+async def echo(connections: RedisConnections, text: bytes) -> bytes:
+    async with connections.call() as redis:
+        [reply] = await redis.round_trip(("ECHO", text))
+    return reply
+
+
+async def count_clients(send_raw) -> int:
+    """Connections at the server, without the one that asks."""
+    return (await send_raw("CLIENT", "LIST")).count(b"id=") - 1
+
+
+async def test_the_reply_to_a_cancelled_command_does_not_reach_the_next_caller(own_server):
+    # Fails (b"theirs" comes back) when the connection is kept although a reply is still on its way.
+    connections = RedisConnections(own_server.url, connections_max=1, clock=SystemClock())
+    assert await echo(connections, b"before") == b"before"
+    os.kill(own_server.pid, signal.SIGSTOP)
+    cancelled = asyncio.create_task(echo(connections, b"theirs"))
+    await asyncio.sleep(0.05)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    os.kill(own_server.pid, signal.SIGCONT)
+    assert await echo(connections, b"ours") == b"ours"
+    await connections.close()
+
+
+async def test_callers_cancelled_at_any_moment_neither_mix_replies_nor_lose_connections(empty_valkey_url, send_raw):
+    # Also cancelled twice, as a timeout inside a cancelled request does it. A lost slot would leave the last
+    # callers waiting; a connection too many would show at the server.
+    connections = RedisConnections(empty_valkey_url, connections_max=3, clock=SystemClock())
+    before = await count_clients(send_raw)
+    draw = random.Random(11)
+
+    async def caller(number: int) -> None:
+        for turn in range(3):
+            text = b"%d.%d" % (number, turn)
+            assert await echo(connections, text) == text
+
+    tasks = [asyncio.create_task(caller(number)) for number in range(300)]
+    for task in draw.sample(tasks, 200):
+        for _ in range(draw.randrange(3)):
+            await asyncio.sleep(0)
+        task.cancel()
+        if draw.random() < 0.5:
+            await asyncio.sleep(0)
+            task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
+    assert sum(outcome is None for outcome in outcomes) >= 100
+    assert await asyncio.gather(*(echo(connections, b"%d" % n) for n in range(9))) == [b"%d" % n for n in range(9)]
+    assert await count_clients(send_raw) - before <= 3
+    await connections.close()
+
+
+async def test_two_hundred_lookups_at_once_share_the_few_connections(empty_valkey_url, send_raw):
+    index = RedisIndex(empty_valkey_url)
+    before = await count_clients(send_raw)
+    chain = hash_prompt(NAMESPACE, range(64), block_tokens=1, algorithm=HashAlgorithm.XXH3_128).chain
+    await asyncio.gather(*(index.longest_prefix(NAMESPACE, chain) for _ in range(200)))
+    assert 1 <= await count_clients(send_raw) - before <= INDEX_CONNECTIONS_MAX
+    await index.close()
+    await asyncio.sleep(0.05)
+    assert await count_clients(send_raw) == before
+
+
+async def test_a_refused_command_does_not_spoil_the_connection(empty_valkey_url):
+    connections = RedisConnections(empty_valkey_url, connections_max=1, clock=SystemClock())
+    async with connections.call() as redis:
+        first, second = await redis.round_trip(("NO-SUCH-COMMAND",), ("ECHO", b"still in step"))
+    assert isinstance(first, Exception)
+    assert second == b"still in step"
+    assert await echo(connections, b"again") == b"again"
+    await connections.close()

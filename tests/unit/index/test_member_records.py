@@ -1,0 +1,107 @@
+"""Liveness records as bytes: exactly this version's fields, or junk."""
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.block import HashAlgorithm, KvLayout, Namespace
+from headrace.core.generation import WorkerId
+from headrace.core.limits import MEMBER_RECORD_BYTES_MAX
+from headrace.core.members import StoreNodeRecord, WorkerRecord, WorkerRole
+from headrace.index.member_records import JunkRecord, decode_record, encode_record
+
+NODE = StoreNodeRecord(
+    node_id="a", incarnation=1, host="h", address="127.0.0.1:1", arena_path="/dev/shm/a", pid=1, metrics_port=2
+)
+WORKER = WorkerRecord(
+    worker_id=WorkerId("w"),
+    incarnation=2**62,
+    role=WorkerRole.PREFILL,
+    host="h",
+    store_node="a",
+    model="m",
+    namespace=Namespace(
+        model_id="m",
+        weights_digest="w",
+        tokenizer_digest="t",
+        adapter_digest="",
+        layout=KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8, block_tokens=4),
+        position_digest="p",
+        numerics_probe="",
+        hash_algorithm=HashAlgorithm.XXH3_128,
+        trust_group="default",
+    ),
+    context_tokens_max=100,
+    pool_blocks=10,
+    pid=1,
+)
+
+
+@pytest.mark.parametrize("record", [NODE, WORKER])
+def test_a_record_survives_the_round_trip(record):
+    decoded = decode_record(encode_record(record))
+    assert decoded == record
+    assert type(decoded) is type(record)
+
+
+def test_enums_come_back_as_enums():
+    decoded = decode_record(encode_record(WORKER))
+    assert isinstance(decoded, WorkerRecord)
+    assert decoded.role is WorkerRole.PREFILL
+    assert decoded.namespace.hash_algorithm is HashAlgorithm.XXH3_128
+
+
+@pytest.mark.parametrize("record", [NODE, WORKER])
+def test_every_truncation_is_junk(record):
+    data = encode_record(record)
+    for length in range(len(data)):
+        with pytest.raises(JunkRecord):
+            decode_record(data[:length])
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_junk_and_never_another_error(data):
+    with pytest.raises(JunkRecord):
+        decode_record(data)
+
+
+def test_anything_that_is_not_exactly_this_versions_record_is_junk():
+    good = msgpack.unpackb(encode_record(NODE))
+    fields = good["record"]
+    wrong = [
+        {**good, "version": 2},
+        {**good, "version": "1"},
+        {**good, "kind": "router"},
+        {**good, "kind": ["store_node"]},
+        {**good, "extra": 1},
+        {"version": 1, "kind": "store_node"},
+        {**good, "record": None},
+        {**good, "record": {**fields, "extra": 1}},
+        {**good, "record": {name: fields[name] for name in fields if name != "host"}},
+        {**good, "record": {**fields, "incarnation": "1"}},
+        {**good, "record": {**fields, "incarnation": True}},
+        {**good, "record": {**fields, "host": b"h"}},
+        [1, 2, 3],
+    ]
+    for outer in wrong:
+        with pytest.raises(JunkRecord):
+            decode_record(msgpack.packb(outer))
+
+
+def test_an_unknown_role_or_a_wrong_layout_is_junk():
+    good = msgpack.unpackb(encode_record(WORKER))
+    layout = good["record"]["namespace"]["layout"]
+    for change in (
+        {"role": "poet"},
+        {"role": 3},
+        {"namespace": {**good["record"]["namespace"], "layout": {**layout, "x": 1}}},
+    ):
+        with pytest.raises(JunkRecord):
+            decode_record(msgpack.packb({**good, "record": {**good["record"], **change}}))
+
+
+def test_a_huge_record_is_junk_without_being_parsed():
+    huge = msgpack.packb({"version": 1, "kind": "store_node", "record": "x" * MEMBER_RECORD_BYTES_MAX})
+    with pytest.raises(JunkRecord):
+        decode_record(huge)
