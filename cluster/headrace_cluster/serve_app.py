@@ -4,9 +4,11 @@ Owns how many replicas of what Serve runs, with which resources, limits and heal
 config file names as its `import_path`.
 """
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -65,9 +67,11 @@ def serve_app(args: dict[str, Any]) -> Application:
 
 def worker_options(config: Config) -> dict[str, Any]:
     """Serve options that both kinds of worker share."""
-    actor: dict[str, Any] = {"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": TORCH_ENVIRONMENT}}
-    if config.model.device == "cuda":
-        actor["num_gpus"] = 1
+    actor = {
+        "num_cpus": REPLICA_CPUS,
+        "num_gpus": gpus_per_worker(config),
+        "runtime_env": {"env_vars": TORCH_ENVIRONMENT},
+    }
     return {
         "ray_actor_options": actor,
         "max_ongoing_requests": config.engine.batch_sequences_max + WORKER_WAITING_MAX + CALLS_BEYOND_QUEUE,
@@ -79,6 +83,15 @@ def worker_options(config: Config) -> dict[str, Any]:
             request_router_class="headrace_cluster.plan_request_router:PlanRequestRouter"
         ),
     }
+
+
+def gpus_per_worker(config: Config) -> float:
+    """A whole GPU for each worker where there are enough, else an equal share; 0 on machines without."""
+    if config.model.device == "cpu" or not ray.is_initialized():
+        return 0.0
+    gpus = float(ray.cluster_resources().get("GPU", 0.0))
+    workers = config.cluster.prefill_workers + config.cluster.decode_workers
+    return 1.0 if gpus >= workers else math.floor(100 * gpus / workers) / 100
 
 
 @serve.deployment(

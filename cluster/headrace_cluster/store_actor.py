@@ -7,6 +7,7 @@ cluster. What a store node does is in `store/`.
 
 import asyncio
 import os
+import traceback
 from typing import Any
 
 import ray
@@ -29,11 +30,9 @@ class StoreActor:
     async def __init__(self, settings: dict[str, Any]) -> None:
         from headrace.compose import build_store_node
 
-        config = load_config(settings, environ={})
-        if config.store.store_host == "auto":
-            config = load_config({**settings, "store_host": ray.util.get_node_ip_address()}, environ={})
-        self._node = build_store_node(config)
+        self._node = build_store_node(config_here(settings))
         await self._node.start()
+        self._watch = asyncio.create_task(self._end_when_failed())
 
     async def ready(self) -> int:
         """Answers when the store node serves; its process id."""
@@ -41,7 +40,23 @@ class StoreActor:
 
     async def stop(self) -> None:
         """Withdraw from the index, close the server and remove the arena's file."""
-        await self._node.stop()
+        self._watch.cancel()
+        await self._node.stop(remove_arena=True)
+
+    async def _end_when_failed(self) -> None:
+        """A node whose background work died serves no longer; a new process is worth more than a half-dead one."""
+        try:
+            await self._node.failed()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+
+
+def config_here(settings: dict[str, Any]) -> Config:
+    """The settings as they hold on this Ray node: `store_host: auto` becomes the node's own address."""
+    if settings["store_host"] == "auto":
+        settings = {**settings, "store_host": ray.util.get_node_ip_address()}
+    return load_config(settings, environ={})
 
 
 async def ensure_store_actor(config: Config) -> None:

@@ -82,6 +82,7 @@ class Supervisor:
                 self._start(parts)
                 self._wait_until_ready()
                 self._record(ready=True)
+                parts.callback(self._record, ready=False)
                 self._serve()
         except Stopped:
             self._say("stopped")
@@ -97,6 +98,9 @@ class Supervisor:
     def _start(self, parts: ExitStack) -> None:
         """Each part is put on the stack as it is started, so that they end in the opposite order."""
         self._record()
+        gateway = self._config.gateway
+        http_port = self._port("http_port", gateway.http_host, gateway.http_port)
+        grpc_port = self._port("grpc_port", "", gateway.grpc_port)
         if not self._config.index.redis_url:
             self._index = EmbeddedValkey()
             redis_url = self._index.start()
@@ -115,9 +119,6 @@ class Supervisor:
         self._started("Ray")
         parts.callback(stop_store_actors)
 
-        gateway = self._config.gateway
-        http_port = self._port("http_port", gateway.http_host, gateway.http_port)
-        grpc_port = self._port("grpc_port", "", gateway.grpc_port)
         parts.callback(serve.shutdown)
         serve.start(
             proxy_location="HeadOnly",

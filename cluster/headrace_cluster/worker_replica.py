@@ -12,7 +12,6 @@ from typing import Any
 
 from ray import serve
 
-from headrace.config import load_config
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import (
     DecodeCall,
@@ -24,7 +23,7 @@ from headrace.core.generation import (
     WorkerId,
 )
 from headrace.core.members import WorkerRole
-from headrace_cluster.store_actor import ensure_store_actor
+from headrace_cluster.store_actor import config_here, ensure_store_actor
 
 # First item of every stream from a worker: the call has reached the worker it names, and work begins.
 ACCEPTED = "accepted"
@@ -45,7 +44,7 @@ class WorkerReplica:
     async def __init__(self, settings: dict[str, Any], role: str) -> None:
         from headrace.compose import build_worker
 
-        config = load_config(settings, environ={})
+        config = config_here(settings)
         await ensure_store_actor(config)
         self._worker_id = WorkerId(serve.get_replica_context().replica_id.unique_id)
         self._worker = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)

@@ -1,0 +1,249 @@
+"""Where the parts meet: the one place that builds adapters and joins them to the ports that the services ask for.
+
+Every process of a system is made by one of three functions: `build_store_node`, `build_worker`, `build_gateway`. Each
+returns a whole part with `start` and `stop`, whose order of steps can be read here. Settings come in as a Config; what
+runs these parts (Ray, a test, a plain process) is not known here, and the heavy imports wait until a part is built.
+"""
+
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from headrace.blocks.host_arena import arena_path as arena_path_of
+from headrace.blocks.host_arena import host_id
+from headrace.config import DEFAULT_MODEL, Config, ModelSettings, StoreSettings
+from headrace.core.block import HashAlgorithm
+from headrace.core.clock import SystemClock
+from headrace.core.errors import InvalidRequest
+from headrace.core.generation import (
+    DecodeCall,
+    DecodeEvent,
+    EvictReport,
+    EvictSelector,
+    PrefillCall,
+    PrefillResult,
+    WorkerId,
+)
+from headrace.core.members import WorkerRole
+from headrace.core.ports import WorkerCalls
+
+Report = Callable[[str], None]
+
+
+def prepare_model(settings: ModelSettings, *, report: Report) -> None:
+    """Have the built-in model's files on this machine before workers ask for them, with progress; once per machine.
+
+    Any other model is the workers' own business. Raises ModelRefused with the remedy when the files cannot be had.
+    """
+    if settings.model == DEFAULT_MODEL:
+        from headrace.engine.convert_gguf import prepare_default_model
+
+        prepare_default_model(Path(settings.model_cache_dir).expanduser(), report=report)
+
+
+def arena_path(settings: StoreSettings) -> Path:
+    """The file in which this host's store node keeps its blocks."""
+    return arena_path_of(settings.arena_dir, node_id(settings))
+
+
+def node_id(settings: StoreSettings) -> str:
+    """The store node's stable name: as set, else the host's."""
+    return settings.node_id or socket.gethostname()
+
+
+class Worker:
+    """One worker as the process sees it: both kinds of call, of which its role takes one or both."""
+
+    def __init__(self, *, prefill: Any, decode: Any, parts: AsyncExitStack) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._life = prefill or decode
+        self._parts = parts
+
+    async def start(self) -> None:
+        """Be ready, then be seen."""
+        await self._life.start()
+
+    async def stop(self) -> None:
+        """Be unseen, drain, stop, then close connections and the metrics endpoint. Idempotent."""
+        await self._life.stop()
+        await self._parts.aclose()
+
+    async def prefill(self, call: PrefillCall) -> PrefillResult:
+        """As PrefillService.prefill."""
+        if self._prefill is None:
+            raise InvalidRequest("this worker takes no prefill calls", param="prefill_worker")
+        result: PrefillResult = await self._prefill.prefill(call)
+        return result
+
+    def decode(self, call: DecodeCall) -> AsyncGenerator[DecodeEvent, None]:
+        """As DecodeService.decode."""
+        if self._decode is None:
+            raise InvalidRequest("this worker takes no decode calls", param="decode_worker")
+        events: AsyncGenerator[DecodeEvent, None] = self._decode.decode(call)
+        return events
+
+    async def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
+        """As DecodeService.evict_device."""
+        report: EvictReport = await self._life.evict_device(selector, dry_run=dry_run)
+        return report
+
+    def healthy(self) -> bool:
+        """Whether a call sent now can be served."""
+        return bool(self._life.healthy())
+
+
+def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, report: Report = print) -> Worker:
+    """Load the model and join it to this host's store node and the index. Blocks for as long as loading takes.
+
+    Raises ModelRefused, ConfigInvalid.
+    """
+    from headrace.decode.service import DecodeService
+    from headrace.engine.engine import Engine
+    from headrace.engine.load_model import load_model
+    from headrace.index.redis_membership import RedisMembership
+    from headrace.prefill.service import PrefillService
+    from headrace.telemetry.collectors import WorkerCollector
+    from headrace.telemetry.metered_ports import MeteredStoreNodes
+    from headrace.telemetry.metrics import Metrics, start_metrics_server
+    from headrace.transfer.store_nodes import StoreNodeTable
+    from headrace.transfer.worker import Worker as TransferWorker
+
+    clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
+    model = load_model(
+        config.model,
+        config.engine,
+        trust_group=config.gateway.trust_group,
+        hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
+        report=report,
+    )
+    host = host_id(config.store.arena_dir)
+    membership = RedisMembership(config.index.redis_url, clock=clock)
+    parts.push_async_callback(membership.close)
+    server = start_metrics_server(metrics.registry, config.store.store_host)
+    parts.callback(server.close)
+    table = StoreNodeTable(host=host, membership=membership, clock=clock, report_fault=metrics.count_fault)
+    worker = TransferWorker(
+        worker_id=worker_id,
+        role=role,
+        host=host,
+        engine=Engine(model, config.engine, clock=clock),
+        nodes=MeteredStoreNodes(table, metrics=metrics),
+        node_table=table,
+        membership=membership,
+        clock=clock,
+        report_fault=metrics.count_fault,
+        metrics_port=server.port,
+    )
+    WorkerCollector(worker.record, metrics=metrics)
+    return Worker(
+        prefill=PrefillService(worker) if role.prefills else None,
+        decode=DecodeService(worker) if role.decodes else None,
+        parts=parts,
+    )
+
+
+class Gateway:
+    """One gateway as the process sees it: the HTTP app and the servicers of the three gRPC services."""
+
+    def __init__(self, *, service: Any, http_app: Any, inference: Any, admin: Any, health: Any, parts: AsyncExitStack):
+        self.http_app = http_app
+        self.inference = inference
+        self.admin = admin
+        self.health = health
+        self._service = service
+        self._parts = parts
+
+    async def start(self) -> None:
+        """Know the workers, then be ready."""
+        await self._service.start()
+
+    async def stop(self) -> None:
+        """Stop following the workers, then close connections. Idempotent."""
+        await self._service.stop()
+        await self._parts.aclose()
+
+
+def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
+    """Join a gateway to the index, the members and the workers behind `calls`."""
+    from prometheus_client import generate_latest
+
+    from headrace.gateway.admin_grpc import CacheAdminRpc
+    from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
+    from headrace.gateway.openai_http import build_http_app
+    from headrace.gateway.refuse_call import refuse_by_raising
+    from headrace.gateway.service import GatewayService
+    from headrace.index.redis_index import RedisIndex
+    from headrace.index.redis_membership import RedisMembership
+    from headrace.telemetry.metered_ports import MeteredBlockIndex, MeteredWorkerCalls
+    from headrace.telemetry.metrics import Metrics
+    from headrace.telemetry.route_metrics import RouteMetrics
+    from headrace.transfer.channels import Channels
+
+    clock, metrics, parts, channels = SystemClock(), Metrics(), AsyncExitStack(), Channels()
+    index = RedisIndex(config.index.redis_url, clock=clock)
+    membership = RedisMembership(config.index.redis_url, clock=clock)
+    for close in (index.close, membership.close, channels.close):
+        parts.push_async_callback(close)
+    service = GatewayService(
+        index=MeteredBlockIndex(index, metrics=metrics, clock=clock),
+        membership=membership,
+        calls=MeteredWorkerCalls(calls, metrics=metrics, clock=clock),
+        settings=config.gateway,
+        clock=clock,
+        observer=RouteMetrics(metrics),
+    )
+    return Gateway(
+        service=service,
+        http_app=build_http_app(service, metrics_text=lambda: generate_latest(metrics.registry)),
+        inference=InferenceRpc(service, refuse=refuse_by_raising),
+        admin=CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_by_raising),
+        health=HealthRpc(service, refuse=refuse_by_raising),
+        parts=parts,
+    )
+
+
+class StoreNode:
+    """One store node as the process sees it."""
+
+    def __init__(self, *, service: Any, parts: AsyncExitStack) -> None:
+        self._service = service
+        self._parts = parts
+
+    async def start(self) -> None:
+        """Find again what the arena holds, serve, announce. Raises ConfigInvalid."""
+        await self._service.start()
+
+    async def failed(self) -> None:
+        """Wait until the node's background work dies of a bug, and raise that."""
+        await self._service.failed()
+
+    async def stop(self, *, remove_arena: bool) -> None:
+        """Withdraw, stop serving, close. Idempotent."""
+        await self._service.stop(remove_arena=remove_arena)
+        await self._parts.aclose()
+
+
+def build_store_node(config: Config) -> StoreNode:
+    """Join this host's store node to the index and the members."""
+    from headrace.index.redis_index import RedisIndex
+    from headrace.index.redis_membership import RedisMembership
+    from headrace.store.service import StoreNodeService
+    from headrace.telemetry.metered_ports import MeteredBlockIndex
+    from headrace.telemetry.metrics import Metrics
+
+    clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
+    index = RedisIndex(config.index.redis_url, clock=clock)
+    membership = RedisMembership(config.index.redis_url, clock=clock)
+    for close in (index.close, membership.close):
+        parts.push_async_callback(close)
+    service = StoreNodeService(
+        config.store,
+        index=MeteredBlockIndex(index, metrics=metrics, clock=clock),
+        membership=membership,
+        clock=clock,
+        metrics=metrics,
+    )
+    return StoreNode(service=service, parts=parts)
