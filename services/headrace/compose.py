@@ -100,9 +100,22 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, repor
 
     Raises ModelRefused, ConfigInvalid.
     """
+    from headrace.engine.load_model import load_model
+
+    model = load_model(
+        config.model,
+        config.engine,
+        trust_group=config.gateway.trust_group,
+        hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
+        report=report,
+    )
+    return join_worker(model, config, role=role, worker_id=worker_id)
+
+
+def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
+    """As `build_worker`, for a `LoadedModel` that the caller has loaded; it belongs to this worker from here on."""
     from headrace.decode.service import DecodeService
     from headrace.engine.engine import Engine
-    from headrace.engine.load_model import load_model
     from headrace.index.redis_membership import RedisMembership
     from headrace.prefill.service import PrefillService
     from headrace.telemetry.collectors import WorkerCollector
@@ -112,13 +125,6 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, repor
     from headrace.transfer.worker import Worker as TransferWorker
 
     clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
-    model = load_model(
-        config.model,
-        config.engine,
-        trust_group=config.gateway.trust_group,
-        hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
-        report=report,
-    )
     host = host_id(config.store.arena_dir)
     membership = RedisMembership(config.index.redis_url, clock=clock)
     parts.push_async_callback(membership.close)

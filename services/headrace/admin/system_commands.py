@@ -14,6 +14,7 @@ import click
 from headrace.admin.connection import address_option, connect, state_directory
 from headrace.admin.setting_flags import ALL_PIECES, setting_options
 from headrace.admin.terminal import (
+    EXIT_BAD_SETTING,
     EXIT_CHECK_FAILED,
     ExtraMissing,
     json_option,
@@ -103,11 +104,21 @@ def _print_status(found: SystemStatus) -> None:
 
 
 @click.command("store-node")
-@setting_options("store", "index", "model", "engine")
-def store_node(*, flags: dict[str, Any], config_file: str | None) -> None:
-    """Run one store node in the foreground, until interrupted. Needs --redis-url and the size of the model's blocks."""
-    run = load_function("headrace.store.service:run_store_node", command="store-node", extra="store")
-    run(load_config(flags, config_file=config_file), report=say)
+@setting_options("store", "index")
+@click.option("--remove-arena-on-exit", is_flag=True, help="Delete the arena's file when the node ends.")
+def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_on_exit: bool) -> None:
+    """Run one store node in the foreground, until interrupted. Needs --redis-url.
+
+    When it is ready it prints its record as one line of JSON. Its blocks stay in the arena's file and are found again
+    at the next start.
+    """
+    run = load_function("headrace.store.service:main", command="store-node", extra="store")
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    arguments += [f"--config={config_file}"] if config_file else []
+    arguments += ["--remove-arena-on-exit"] if remove_arena_on_exit else []
+    code = run(arguments)
+    if code:
+        raise SystemExit(EXIT_BAD_SETTING)
 
 
 @click.command()

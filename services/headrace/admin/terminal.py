@@ -38,6 +38,7 @@ EXIT_CODES: tuple[tuple[type[HeadraceError], int], ...] = (
     (HeadraceError, 1),
 )
 EXIT_CHECK_FAILED = 1
+EXIT_BAD_SETTING = 8
 EXIT_INCOMPLETE = 9
 EXIT_CODE_HELP = """\b
 Exit codes:
