@@ -53,6 +53,8 @@ class Engine:
         self.kv = model.kv
         self.pool = BlockPool(model.kv.num_blocks, clock=clock, on_freed=self._on_freed)
         self.heartbeat_s = clock.now_s()  # when a step last ended, or work was last waited for
+        self.num_steps = 0
+        self.num_preemptions = 0
         self._block_tokens = model.kv.layout.block_tokens
         # A sequence can be as long as the model and the whole pool allow.
         self.context_tokens_max = min(model.context_tokens_max, self.pool.num_blocks * self._block_tokens)
@@ -237,6 +239,7 @@ class Engine:
         num_kept = cached_tokens // self._block_tokens
         if admission.num_valid_blocks <= num_kept:
             return cached_tokens
+        admission.use_device = False  # nor may they come back by hash: the caller counts them as computed
         dropped = admission.block_ids[num_kept:]
         del admission.block_ids[num_kept:]
         self.pool.unref_all(dropped)
@@ -280,6 +283,7 @@ class Engine:
             return
         runs = [self._runs[rows.key] for rows in plan.rows]
         steps = [run.step_of(rows) for run, rows in zip(runs, plan.rows, strict=True)]
+        self.num_steps += 1
         try:
             logits = self.model.runner.run_step(steps)  # [steps that want logits, vocab] float32
         except Exception as error:  # whatever the model's code raises: its sequences are lost, the worker is not
@@ -304,6 +308,7 @@ class Engine:
             )
             match planned:
                 case Preempt(key=key):
+                    self.num_preemptions += 1
                     block_ids = self._runs[key].give_up_blocks()
                     self._publish_counts()
                     self.pool.unref_all(block_ids)
@@ -323,7 +328,7 @@ class Engine:
         self._publish_counts()
 
     def _take_blocks(self, plan: StepPlan) -> bool:
-        """Take what the rows need. False: another thread was faster; what was taken stays, and the next plan counts it."""
+        """Take what the rows need. False: another thread was faster; what was taken stays, for the next plan."""
         for rows in plan.rows:
             taken = self.pool.take(rows.new_blocks)
             if isinstance(taken, Short):
@@ -351,10 +356,9 @@ class Engine:
             self._end(run, finished)
 
     def _fail(self, run: Run, why: str) -> None:
-        run.stream.fail(WorkerUnavailable("", why))
-        self._end(run)
+        self._end(run, WorkerUnavailable("", why))
 
-    def _end(self, run: Run, finished: RunFinished | None = None) -> None:
+    def _end(self, run: Run, outcome: RunFinished | WorkerUnavailable | None = None) -> None:
         """Take a run out and give its blocks back, then tell its consumer. Idempotent."""
         if self._runs.pop(run.key, None) is None:
             return
@@ -362,8 +366,11 @@ class Engine:
         with self._mail:
             run.admission.state = AdmissionState.RELEASED
         self.pool.unref_all(run.give_up_blocks())
-        if finished is not None:
-            run.stream.send(finished)
+        match outcome:
+            case RunFinished():
+                run.stream.send(outcome)
+            case WorkerUnavailable():
+                run.stream.fail(outcome)
 
     def _end_everything(self) -> None:
         """The thread is ending, by `stop` or by a fault of ours: nobody may wait for it any more."""

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.config import EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, HashedPrompt, hash_prompt
-from headrace.core.clock import Deadline, SystemClock
+from headrace.core.clock import Clock, Deadline, SystemClock
 from headrace.core.generation import SamplingParams, TokenDelta
 from headrace.engine.engine import Admission, Engine, FilledBlock, RunFinished
 from headrace.engine.load_model import LoadedModel, load_model
@@ -72,9 +73,18 @@ async def make_engine(tiny_model: LoadedModel) -> AsyncIterator[Callable[..., En
     """Start engines; at the end of the test nothing may be held in any of them, and their books must balance."""
     engines: list[tuple[Engine, int]] = []
 
-    def make(*, chunk: int = 32, batch: int = 8, usable_blocks: int = 64) -> Engine:
+    def make(
+        *,
+        chunk: int = 32,
+        batch: int = 8,
+        usable_blocks: int = 64,
+        wrap: Callable[[Any], Any] = lambda runner: runner,
+        clock: Clock = CLOCK,
+        **model_changes: Any,
+    ) -> Engine:
         settings = EngineSettings(block_tokens=BLOCK_TOKENS, prefill_chunk_tokens=chunk, batch_sequences_max=batch)
-        engine = Engine(tiny_model, settings, clock=CLOCK)
+        model = replace(tiny_model, runner=wrap(tiny_model.runner), **model_changes)
+        engine = Engine(model, settings, clock=clock)
         unusable = engine.pool.num_blocks - usable_blocks
         engine.pool.take(unusable)
         engine.start()
@@ -123,17 +133,19 @@ async def generate(
     num_device_blocks = admission.num_device_blocks
     tokens: list[TokenDelta] = []
     filled: list[FilledBlock] = []
-    run = engine.run(admission, cached_tokens=num_device_blocks * BLOCK_TOKENS, sampling=sampling)
-    async with aclosing(run) as events:
-        async for event in events:
-            if isinstance(event, TokenDelta):
-                tokens.append(event)
-            elif isinstance(event, FilledBlock):
-                filled.append(event)
-                engine.pool.unref(event.block_id)
-            else:
-                finished = event
-    engine.release(admission)
+    try:
+        run = engine.run(admission, cached_tokens=num_device_blocks * BLOCK_TOKENS, sampling=sampling)
+        async with aclosing(run) as events:
+            async for event in events:
+                if isinstance(event, TokenDelta):
+                    tokens.append(event)
+                elif isinstance(event, FilledBlock):
+                    filled.append(event)
+                    engine.pool.unref(event.block_id)
+                else:
+                    finished = event
+    finally:
+        engine.release(admission)
     return Reply(
         token_ids=tuple(token.token_id for token in tokens),
         logprobs=tuple(tuple((top.token_id, top.logprob) for top in token.top_logprobs) for token in tokens),
@@ -146,6 +158,7 @@ async def generate(
 
 async def until(condition: Callable[[], bool], *, for_s: float = 10) -> None:
     """Wait until something that another thread does has been done."""
-    async with asyncio.timeout(for_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+    deadline = Deadline.after(for_s, CLOCK)
+    while not condition():
+        assert deadline.left_s() > 0, "it did not happen in time"
+        await asyncio.sleep(0.005)

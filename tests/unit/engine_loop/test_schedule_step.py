@@ -1,0 +1,150 @@
+"""The plan of one step: bounded, fair to running streams, and always able to go on."""
+
+from dataclasses import dataclass, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engine.schedule_step import (
+    PlannedRows,
+    Preempt,
+    Resume,
+    SequenceState,
+    StepLimits,
+    StepPlan,
+    schedule_step,
+)
+
+LIMITS = StepLimits(prefill_chunk_tokens=8, batch_sequences_max=4, block_tokens=4)
+
+
+def make_sequence(
+    key: int, *, computed: int, target: int, blocks: int | None = None, in_batch: bool = True
+) -> SequenceState:
+    return SequenceState(
+        key=key,
+        num_computed=computed,
+        num_target=target,
+        num_blocks=-(-target // 4) if blocks is None else blocks,
+        in_batch=in_batch,
+        wants_logits=True,
+    )
+
+
+def plan(sequences: list[SequenceState], *, available: int = 100, limits: StepLimits = LIMITS) -> StepPlan:
+    planned = schedule_step(sequences, limits, available_blocks=available)
+    assert isinstance(planned, StepPlan)
+    return planned
+
+
+def test_a_long_prompt_does_not_stop_running_streams() -> None:
+    """Fails if prompt chunks are planned before newest tokens, or eat their places."""
+    prompt = make_sequence(1, computed=0, target=1000)
+    streams = [make_sequence(key, computed=20, target=21) for key in (2, 3, 4)]
+    rows = plan([prompt, *streams]).rows
+    assert [(row.key, row.stop - row.start) for row in rows] == [(2, 1), (3, 1), (4, 1), (1, 8)]
+
+
+def test_prompts_share_one_chunk_oldest_first() -> None:
+    rows = plan([make_sequence(2, computed=0, target=30), make_sequence(1, computed=5, target=10)]).rows
+    assert [(row.key, row.start, row.stop) for row in rows] == [(1, 5, 10), (2, 0, 3)]
+
+
+def test_logits_are_wanted_of_the_last_known_token_only() -> None:
+    rows = plan([make_sequence(1, computed=0, target=5), make_sequence(2, computed=0, target=9)]).rows
+    assert [row.wants_logits for row in rows] == [True, False]
+
+
+def test_sequences_join_in_order_of_admission_while_the_batch_has_room() -> None:
+    running = [make_sequence(key, computed=4, target=5) for key in (1, 2, 3)]
+    waiting = [make_sequence(key, computed=0, target=3, in_batch=False) for key in (5, 4)]
+    planned = plan([*running, *waiting])
+    assert planned.joins == (4,)
+    assert 5 not in [row.key for row in planned.rows]
+
+
+def test_a_row_that_opens_a_block_is_given_one() -> None:
+    rows = plan([make_sequence(1, computed=4, target=5, blocks=1)]).rows
+    assert rows == (PlannedRows(key=1, start=4, stop=5, new_blocks=1, wants_logits=True),)
+
+
+def test_the_most_recently_admitted_holder_gives_way_when_blocks_run_short() -> None:
+    old = make_sequence(1, computed=4, target=5, blocks=1)
+    young = make_sequence(2, computed=2, target=3, blocks=1)
+    waiting = make_sequence(3, computed=0, target=3, in_batch=False)
+    limits = replace(LIMITS, batch_sequences_max=2)
+    assert schedule_step([old, young, waiting], limits, available_blocks=0) == Preempt(key=3)
+    assert schedule_step([old, young], limits, available_blocks=0) == Preempt(key=2)
+
+
+def test_a_preempted_sequence_resumes_when_all_its_tokens_fit_besides_the_others_growth() -> None:
+    grows = make_sequence(1, computed=4, target=5, blocks=1)
+    preempted = make_sequence(2, computed=0, target=9, blocks=0, in_batch=False)
+    assert schedule_step([grows, preempted], LIMITS, available_blocks=4) == Resume(key=2, num_blocks=3)
+    assert [row.key for row in plan([grows, preempted], available=3).rows] == [1]
+
+
+def test_who_holds_blocks_may_pass_a_preempted_one_that_does_not_fit() -> None:
+    """Else both would wait: the one for the blocks of the other."""
+    preempted = make_sequence(1, computed=0, target=40, blocks=0, in_batch=False)
+    holder = make_sequence(2, computed=0, target=4, in_batch=False)
+    assert plan([preempted, holder], available=2).joins == (2,)
+
+
+@dataclass
+class Simulated:
+    prompt: int
+    output: int
+    computed: int = 0
+    known: int = 0
+    blocks: int = 0
+    in_batch: bool = False
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=8),
+    pool_blocks=st.integers(13, 30),
+    chunk=st.integers(1, 20),
+    batch=st.integers(1, 5),
+    block_tokens=st.integers(4, 7),
+)
+def test_every_sequence_finishes_within_bounds_whatever_the_pool(
+    sizes: list[tuple[int, int]], pool_blocks: int, chunk: int, batch: int, block_tokens: int
+) -> None:
+    """Runs plans to the end. Fails on a livelock (preempt and resume for ever), an overdraft or an over-full step."""
+    limits = StepLimits(prefill_chunk_tokens=chunk, batch_sequences_max=batch, block_tokens=block_tokens)
+    todo = {key: Simulated(prompt=p, output=o, known=p) for key, (p, o) in enumerate(sizes)}
+    num_plans = 0
+    while todo:
+        num_plans += 1
+        assert num_plans < 4_000
+        available = pool_blocks - sum(s.blocks for s in todo.values())
+        states = [
+            SequenceState(key, s.computed, s.known, s.blocks, s.in_batch, wants_logits=True) for key, s in todo.items()
+        ]
+        match schedule_step(states, limits, available_blocks=available):
+            case Preempt(key=key):
+                assert todo[key].blocks > 0
+                todo[key].blocks, todo[key].computed, todo[key].in_batch = 0, 0, False
+            case Resume(key=key, num_blocks=num_blocks):
+                assert todo[key].blocks == 0
+                todo[key].blocks = num_blocks
+            case StepPlan(joins=joins, rows=rows):
+                for key in joins:
+                    todo[key].in_batch = True
+                assert rows, "nobody can go on although nothing else holds blocks"
+                assert sum(row.new_blocks for row in rows) <= available
+                assert len({row.key for row in rows}) == len(rows) <= batch
+                assert sum(row.stop - row.start for row in rows) <= chunk + batch
+                for row in rows:
+                    sequence = todo[row.key]
+                    assert sequence.in_batch
+                    assert row.start == sequence.computed < row.stop <= sequence.known
+                    sequence.blocks += row.new_blocks
+                    assert row.stop <= sequence.blocks * block_tokens
+                    sequence.computed = row.stop
+                    if row.wants_logits:
+                        sequence.known += 1
+                        if sequence.known - sequence.prompt == sequence.output:
+                            del todo[row.key]
