@@ -223,6 +223,10 @@ SWEEP_PAGES_MAX = 8
 # A liveness record is about 1 KB; more than this is junk and is not even read.
 MEMBER_RECORD_BYTES_MAX = 16_384
 
+# A timer that fires this much too late means that our own loop stood still, not that Redis did. Replies that came
+# meanwhile are read within this time; a stalled loop may thus cost one more of it, never one per command.
+INDEX_STALL_GRACE_MS = 50
+
 # Ids of members that one announcement looks at, to forget those whose record has run out. Every live member looks at 8
 # in each refresh, so ids of the dead are outrun however many restarts there are.
 FORGET_MEMBERS_PER_ANNOUNCE = 8

@@ -2,7 +2,8 @@
 
 Rules kept here, so that `redis_index` and `redis_membership` are only about their keys:
 
-- Every call ends within INDEX_TIMEOUT_MS, waiting for a connection and connecting included. Nothing is retried.
+- Every call ends within INDEX_TIMEOUT_MS, waiting for a connection and connecting included. Nothing is retried. When
+  our own event loop stood still, that is not Redis being slow: the call gets INDEX_STALL_GRACE_MS more.
 - Every failure of Redis leaves as IndexUnavailable; after a timeout or a lost connection a circuit breaker answers for
   a while. A refusal (out of memory, read-only replica) comes at once and therefore does not open it.
 - A connection with an unread reply is closed, whoever was cancelled where: nobody can get another caller's reply.
@@ -28,9 +29,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from headrace.core.clock import Clock, Deadline
-from headrace.core.errors import ConfigInvalid, DeadlineExceeded, IndexUnavailable
-from headrace.core.limits import INDEX_PAUSE_MS, INDEX_TIMEOUT_MS
+from headrace.core.clock import Clock
+from headrace.core.errors import ConfigInvalid, IndexUnavailable
+from headrace.core.limits import INDEX_PAUSE_MS, INDEX_STALL_GRACE_MS, INDEX_TIMEOUT_MS
 from headrace.index.circuit_breaker import CircuitBreaker, Ticket
 
 _log = logging.getLogger(__name__)
@@ -95,7 +96,6 @@ class RedisConnections:
             )
         except ValueError as error:
             raise ConfigInvalid("redis_url", f"cannot be read: {error}") from error
-        self._clock = clock
         self._breaker = CircuitBreaker(pause_s=INDEX_PAUSE_MS / 1000, clock=clock)
         self._slots = asyncio.Semaphore(connections_max)
         self._idle: list[AbstractConnection] = []
@@ -109,7 +109,7 @@ class RedisConnections:
         if ticket is None:
             raise IndexUnavailable("Redis failed a moment ago and is left alone for now")
         try:
-            async with Deadline.after(INDEX_TIMEOUT_MS / 1000, self._clock).scope("index"), self._slots:
+            async with _answer_time(), self._slots:
                 connection = self._idle.pop() if self._idle else self._factory.make_connection()
                 call, is_ready = RedisCall(connection), False
                 try:
@@ -121,7 +121,7 @@ class RedisConnections:
                         self._idle.append(connection)
                     else:
                         await connection.disconnect(nowait=True)
-        except (DeadlineExceeded, RedisConnectionError, RedisTimeoutError, OSError) as error:
+        except (TimeoutError, RedisConnectionError, RedisTimeoutError, OSError) as error:
             raise self._failed(ticket, error) from error
         except RedisError as error:
             self._succeeded(ticket)
@@ -144,7 +144,7 @@ class RedisConnections:
             _log.warning("Redis answers again")
 
     def _failed(self, ticket: Ticket, error: Exception) -> IndexUnavailable:
-        why = f"no answer in {INDEX_TIMEOUT_MS} ms" if isinstance(error, DeadlineExceeded) else f"{error}"
+        why = f"no answer in {INDEX_TIMEOUT_MS} ms" if isinstance(error, TimeoutError) else f"{error}"
         if self._breaker.failed(ticket):
             _log.warning("Redis is unavailable (%s); requests go on without reuse until it answers again", why)
         return IndexUnavailable(why)
@@ -154,3 +154,26 @@ class RedisConnections:
         if self._loop is None:
             self._loop = loop
         assert self._loop is loop, "made for another event loop; make one per loop"
+
+
+@asynccontextmanager
+async def _answer_time() -> AsyncIterator[None]:
+    """Raises TimeoutError when the block takes longer than INDEX_TIMEOUT_MS.
+
+    A plain `asyncio.timeout` would also fire when the loop was blocked for that long and the reply has been in the
+    socket all the while: the timer runs before the task that would read it.
+    """
+    loop = asyncio.get_running_loop()
+    due_s = loop.time() + INDEX_TIMEOUT_MS / 1000
+    grace_s = INDEX_STALL_GRACE_MS / 1000
+    async with asyncio.timeout(None) as timeout:
+
+        def expire() -> None:
+            loop_stood_still = loop.time() - due_s > grace_s
+            timeout.reschedule(loop.time() + (grace_s if loop_stood_still else 0.0))
+
+        timer = loop.call_at(due_s, expire)
+        try:
+            yield
+        finally:
+            timer.cancel()

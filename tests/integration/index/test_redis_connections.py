@@ -4,12 +4,13 @@ import asyncio
 import os
 import random
 import signal
+import time
 
 import pytest
 
 from headrace.core.block import HashAlgorithm, NamespaceId, hash_prompt
 from headrace.core.clock import SystemClock
-from headrace.core.limits import INDEX_CONNECTIONS_MAX
+from headrace.core.limits import INDEX_CONNECTIONS_MAX, INDEX_TIMEOUT_MS
 from headrace.index.redis_connections import RedisConnections
 from headrace.index.redis_index import RedisIndex
 
@@ -57,8 +58,8 @@ async def test_callers_cancelled_at_any_moment_neither_mix_replies_nor_lose_conn
             text = b"%d.%d" % (number, turn)
             assert await echo(connections, text) == text
 
-    tasks = [asyncio.create_task(caller(number)) for number in range(300)]
-    for task in draw.sample(tasks, 200):
+    tasks = [asyncio.create_task(caller(number)) for number in range(90)]
+    for task in draw.sample(tasks, 60):
         for _ in range(draw.randrange(3)):
             await asyncio.sleep(0)
         task.cancel()
@@ -67,17 +68,17 @@ async def test_callers_cancelled_at_any_moment_neither_mix_replies_nor_lose_conn
             task.cancel()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
-    assert sum(outcome is None for outcome in outcomes) >= 100
+    assert sum(outcome is None for outcome in outcomes) >= 30
     assert await asyncio.gather(*(echo(connections, b"%d" % n) for n in range(9))) == [b"%d" % n for n in range(9)]
     assert await count_clients(send_raw) - before <= 3
     await connections.close()
 
 
-async def test_two_hundred_lookups_at_once_share_the_few_connections(empty_valkey_url, send_raw):
+async def test_a_hundred_lookups_at_once_share_the_few_connections(empty_valkey_url, send_raw):
     index = RedisIndex(empty_valkey_url)
     before = await count_clients(send_raw)
     chain = hash_prompt(NAMESPACE, range(64), block_tokens=1, algorithm=HashAlgorithm.XXH3_128).chain
-    await asyncio.gather(*(index.longest_prefix(NAMESPACE, chain) for _ in range(200)))
+    await asyncio.gather(*(index.longest_prefix(NAMESPACE, chain) for _ in range(100)))
     assert 1 <= await count_clients(send_raw) - before <= INDEX_CONNECTIONS_MAX
     await index.close()
     await asyncio.sleep(0.05)
@@ -91,4 +92,21 @@ async def test_a_refused_command_does_not_spoil_the_connection(empty_valkey_url)
     assert isinstance(first, Exception)
     assert second == b"still in step"
     assert await echo(connections, b"again") == b"again"
+    await connections.close()
+
+
+async def test_an_event_loop_that_stood_still_is_not_taken_for_a_slow_server(empty_valkey_url):
+    # The first reply has been there for most of the time, and the second trip still has to be made. Fails when the
+    # time-out fires before the reply is read, or right after.
+    connections = RedisConnections(empty_valkey_url, connections_max=1, clock=SystemClock())
+    assert await echo(connections, b"connected") == b"connected"
+
+    async def two_trips() -> list[bytes]:
+        async with connections.call() as redis:
+            return await redis.round_trip(("ECHO", b"one")) + await redis.round_trip(("ECHO", b"two"))
+
+    call = asyncio.create_task(two_trips())
+    await asyncio.sleep(0)
+    time.sleep(INDEX_TIMEOUT_MS / 1000 + 0.1)  # noqa: ASYNC251  the very fault that is tested
+    assert await call == [b"one", b"two"]
     await connections.close()
