@@ -1,18 +1,17 @@
 """Regenerate `wire/v1` from `proto/` (`make proto`). The generated code is committed, so users never need protoc."""
 
-import shutil
 import tempfile
 from pathlib import Path
 
 from grpc_tools import protoc
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+COMMITTED = Path(__file__).resolve().parent / "v1"
 
 
-def generate() -> None:
-    """Write `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` for every file under `proto/headrace/v1`."""
+def generate(target: Path) -> None:
+    """Write `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` for every file under `proto/headrace/v1` into `target`."""
     source = REPOSITORY / "proto"
-    target = REPOSITORY / "services" / "headrace" / "wire" / "v1"
     protos = sorted((source / "headrace" / "v1").glob("*.proto"))
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [f"--{kind}_out={scratch}" for kind in ("python", "pyi", "grpc_python")]
@@ -26,8 +25,7 @@ def generate() -> None:
             for found in ("from headrace.v1 import", "Messages(DESCRIPTOR, 'headrace.v1."):
                 text = text.replace(found, found.replace("headrace.v1", "headrace.wire.v1"))
             (target / made.name).write_text(text, encoding="utf-8")
-    shutil.rmtree(target / "__pycache__", ignore_errors=True)
 
 
 if __name__ == "__main__":
-    generate()
+    generate(COMMITTED)
