@@ -135,14 +135,6 @@ class BlockPool:
             assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
             self._references[block_id] += 1
 
-    def ref_hash(self, block_hash: BlockHash) -> int | None:
-        """Add a reference to the block that has this hash, held by others or not; None when it is not resident."""
-        with self._lock:
-            block_id = self._hash_to_block.get(block_hash)
-            if block_id is not None:
-                self._hold(block_id)
-            return block_id
-
     def unref(self, block_id: int) -> None:
         """Give one reference back; the last one frees the block, or keeps it for reuse when it has a hash."""
         self.unref_all((block_id,))

@@ -13,6 +13,10 @@ from tokenizers import Tokenizer
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders give for bytes that are no character (yet)
 
 
+# Tokens before the stream that its first token's text is read after: more than one, since special ones have no text.
+_CONTEXT_TOKENS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """Text that became certain with a token; `stopped` when a stop string was completed (nothing comes after it)."""
@@ -44,14 +48,17 @@ def find_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 class TextStream:
     """The text of one sequence under way. Special tokens have no text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, after: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+        """after: the tokens that stand before the stream; their text is not given out."""
         assert all(stop)
         self._tokenizer = tokenizer
         self._stops = tuple(stop)
-        # A token's text can depend on the tokens before it, so it is the difference of two decodings of a short
-        # window: _window[:_num_given] is what the window starts from, the rest has not been given out.
-        self._window: list[int] = []
-        self._num_given = 0
+        # A token's text can depend on the tokens before it (a first word loses its space), so it is the difference of
+        # two decodings of a short window: _window[:_num_given] is what it starts from, the rest was not given out yet.
+        self._window = list(after[-_CONTEXT_TOKENS:])
+        if self._decode(self._window).endswith(_REPLACEMENT):
+            self._window = []  # it ends within a character, which would be counted as given out when it is completed
+        self._num_given = len(self._window)
         self._held = ""  # could be the beginning of a stop string
         self._stopped = False
 

@@ -56,7 +56,7 @@ class Run:
         self._token_ids = list(admission.prompt.token_ids)
         self._num_prompt = len(self._token_ids)
         self._num_reported = num_computed // self._hashed.block_tokens
-        self._text = TextStream(tokenizer, stop=sampling.stop if sampling else ())
+        self._text = TextStream(tokenizer, after=self._token_ids, stop=sampling.stop if sampling else ())
 
     @property
     def state(self) -> SequenceState:

@@ -117,7 +117,6 @@ def test_a_block_whose_hash_is_resident_already_stays_private_and_is_freed_with_
     pool.hash_blocks(prompt, second)
     assert take(pool, 1, prompt).block_ids == first
     pool.unref_all(second)
-    assert pool.ref_hash(prompt.chain[0]) == first[0]
     assert pool.available_blocks == 3
     pool.check_integrity()
 
@@ -133,7 +132,7 @@ def test_a_held_tail_stops_being_found_when_its_unheld_head_must_go() -> None:
     assert pool.available_blocks == 2
     assert set(take(pool, 2).block_ids) == {block_ids[0], block_ids[2]}
     pool.check_integrity()
-    assert pool.ref_hash(prompt.chain[1]) is None
+    assert pool.resident_blocks(prompt) == 0
     pool.unref(block_ids[1])
     assert pool.available_blocks == 1
 
@@ -150,16 +149,6 @@ def test_a_chain_that_lost_its_head_is_whole_again_when_its_owner_hashes_on() ->
     pool.hash_blocks(prompt, ours)
     assert pool.resident_blocks(prompt) == 2
     pool.check_integrity()
-
-
-def test_a_hash_reference_keeps_a_block_that_nobody_holds() -> None:
-    pool = BlockPool(1)
-    prompt = fill(pool, [1])
-    block_id = pool.ref_hash(prompt.chain[0])
-    assert block_id is not None
-    assert pool.available_blocks == 0
-    pool.unref(block_id)
-    assert pool.available_blocks == 1
 
 
 def test_giving_a_block_back_twice_is_our_bug_and_is_caught() -> None:
@@ -300,10 +289,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
-        prompt, _, _ = data.draw(st.sampled_from(self.sequences))
-        block_id = self.pool.ref_hash(data.draw(st.sampled_from(prompt.chain)))
-        if block_id is not None:
-            self.references.append(block_id)
+        _, block_ids, _ = data.draw(st.sampled_from(self.sequences))
+        self.references.append(data.draw(st.sampled_from(block_ids)))
+        self.pool.ref(self.references[-1])
 
     @precondition(lambda self: self.references)
     @rule(data=st.data())

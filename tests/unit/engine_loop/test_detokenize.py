@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models
 
 from headrace.engine.detokenize import TextStream, detokenize, find_stop
 
@@ -121,12 +120,26 @@ def test_nothing_given_out_is_ever_taken_back_by_a_stop(text: str, stop: str) ->
         assert final.startswith(given_out)
 
 
-@pytest.mark.parametrize("text", ["Hello world", " leading", "a  b"])
-def test_a_tokenizer_that_drops_the_first_space_still_gives_the_others(text: str) -> None:
-    """Word-piece style decoders strip the first token's space: a token's text depends on what stands before it."""
-    pieces = ["\u2581" + part for part in text.split(" ")]
-    tokenizer = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(dict.fromkeys(pieces))}, "?"))
-    tokenizer.normalizer = normalizers.NFC()
+def make_word_tokenizer(*pieces: str) -> Tokenizer:
+    """Word pieces in the manner of SentencePiece: the decoder strips the space of the first piece it sees."""
+    tokenizer = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, "?"))
     tokenizer.decoder = decoders.Metaspace()
-    token_ids = [tokenizer.token_to_id(piece) for piece in pieces]
-    assert "".join(stream_out(token_ids, tokenizer=tokenizer)) == tokenizer.decode(token_ids)
+    return tokenizer
+
+
+def test_a_tokenizer_that_drops_the_first_space_still_gives_the_others() -> None:
+    tokenizer = make_word_tokenizer("\u2581to", "\u2581be", "\u2581or")
+    assert stream_out([0, 1, 2, 0], tokenizer=tokenizer) == ["to", " be", " or", " to", ""]
+
+
+def test_text_that_follows_a_prompt_begins_with_its_own_space() -> None:
+    """Fails if the stream's first token is decoded as if nothing stood before it."""
+    tokenizer = make_word_tokenizer("\u2581to", "\u2581be")
+    stream = TextStream(tokenizer, after=[0])
+    assert detokenize(stream, 1).text == " be"
+
+
+def test_a_prompt_that_ends_within_a_character_does_not_swallow_what_completes_it() -> None:
+    euro = tokens_of("€")
+    stream = TextStream(TOKENIZER, after=[*tokens_of("a"), *euro[:2]])
+    assert [detokenize(stream, token_id).text for token_id in (euro[2], *tokens_of("b"))] == ["", "\ufffdb"]

@@ -14,6 +14,7 @@ from headrace.core.clock import Deadline
 from headrace.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, WorkerUnavailable
 from headrace.core.generation import EvictSelector, FinishReason, SamplingParams, TokenDelta
 from headrace.core.limits import ENGINE_STALL_MS, STREAM_EVENTS_MAX, WORKER_WAITING_MAX
+from headrace.engine.block_pool import Taken
 from headrace.engine.engine import Admission, Engine, EngineEvent, EngineLoad, FilledBlock, RunFinished
 from headrace.engine.event_stream import EventStream
 from headrace.engine.load_model import LoadedModel
@@ -140,16 +141,16 @@ async def test_a_block_that_is_shared_is_not_written_again(make_engine: MakeEngi
     engine = make_engine()
     prompt = make_tokens(20, seed=6)
     want = await generate(engine, prompt)
-    shared = [engine.pool.ref_hash(block_hash) for block_hash in make_prompt(engine, prompt).chain]
+    taken = engine.pool.take(2, prompt=make_prompt(engine, prompt), shared_max=2)
+    assert isinstance(taken, Taken)
+    shared = taken.block_ids
     admission = await admit(engine, prompt, use_device=True)
-    assert admission.block_ids[:2] == shared
+    assert tuple(admission.block_ids[:2]) == shared
     events = await run_out(engine, admission, cached_tokens=0)
     assert [token.token_id for token in tokens_in(events)] == list(want.token_ids)
     filled = [event.block_id for event in events if isinstance(event, FilledBlock)]
     assert not set(filled) & set(shared)
-    for block_id in shared:
-        assert block_id is not None
-        engine.pool.unref(block_id)
+    engine.pool.unref_all(shared)
 
 
 async def run_out(
