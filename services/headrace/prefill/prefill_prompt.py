@@ -58,7 +58,7 @@ async def _compute_and_publish(call: PrefillCall, worker: Worker, held: HeldPref
     reused = worker.take_reused(held, request)
     await _offer_all(worker, publication, reused)
     if num_readable + len(reused) < held.num_blocks:
-        publication.broken = True  # what is computed next would have no parent in the store
+        publication.closed = True  # what is computed next would have no parent in the store
     cached_tokens = held.num_blocks * request.prompt.block_tokens
     if held.num_blocks < len(request.prompt.chain):
         async with aclosing(worker.engine.run(held.admission, cached_tokens=cached_tokens, sampling=None)) as events:

@@ -23,7 +23,7 @@ from headrace.core.limits import (
     RELEASE_TIMEOUT_MS,
 )
 from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
-from headrace.transfer.run_in_thread import run_in_thread
+from headrace.transfer.run_in_thread import finish, run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ async def _load_from(source: BlockSource, load: _Load, *, deadline: Deadline) ->
             suspects = (load.next_block - leased_from,)
             raise
         finally:
-            await _release(source, lease, suspects)
+            await finish(_release(source, lease, suspects))
         if len(lease.headers) < LEASE_BLOCKS_MAX:
             return
 
@@ -247,7 +247,7 @@ def _write_blocks(pool: PrefixPool, block_ids: Sequence[int], payloads: Sequence
 
 
 async def _release(source: BlockSource, lease: Lease, suspects: tuple[int, ...]) -> None:
-    """Give the lease back, also while being cancelled; a node that does not answer lets it expire."""
+    """Give the lease back; a node that does not answer lets it expire."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
             await source.release(lease, suspects=suspects)

@@ -23,7 +23,7 @@ from headrace.core.limits import (
 )
 from headrace.core.ports import AlreadyStored, BlockSink, NotStored, PrefixPool, Reservation, ReserveOutcome, StoreNodes
 from headrace.engine.event_stream import FilledBlock
-from headrace.transfer.run_in_thread import run_in_thread
+from headrace.transfer.run_in_thread import finish, run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ async def publish_blocks(
     except DeadlineExceeded as late:
         return Published(num_stored, StoreUnavailable("(sink)", late.what))
     finally:
-        await _abort(sink, unused)
+        if unused:
+            await finish(_abort(sink, unused))
     missing = len(filled) - num_stored
     return Published(num_stored, StoreFull(missing) if missing else None)
 
@@ -113,7 +114,7 @@ def _fill(
 
 
 async def _abort(sink: BlockSink, unused: Sequence[Reservation]) -> None:
-    """Give reservations back, also while being cancelled; a node that does not answer lets them expire."""
+    """Give reservations back; a node that does not answer lets them expire."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
             for reservation in unused:
@@ -127,7 +128,8 @@ class Publication:
 
     def __init__(self) -> None:
         self.num_stored = 0
-        self.broken = False  # a block was dropped or refused: those after it are not wanted any more
+        self.closed = False  # takes no more: a block was dropped or refused, and those after it have no parent
+        self.broken = False  # a queued block was not stored: those queued behind it are not sent
         self._num_pending = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -147,7 +149,8 @@ class Publication:
         assert 0 <= num_stored <= num_blocks <= self._num_pending
         assert not (self.broken and num_stored)
         self.num_stored += num_stored
-        self.broken = self.broken or num_stored < num_blocks
+        if num_stored < num_blocks:
+            self.broken = self.closed = True
         self._num_pending -= num_blocks
         if self._num_pending == 0:
             self._idle.set()
@@ -202,10 +205,10 @@ class BlockPublisher:
 
     def offer(self, publication: Publication, block: FilledBlock) -> bool:
         """Queue a block with its pool reference, or, when there is no room, give that back and count. Never waits."""
-        if publication.broken or not self.running or len(self._queue) >= PUBLISH_QUEUE_BLOCKS:
-            if not publication.broken:
+        if publication.closed or not self.running or len(self._queue) >= PUBLISH_QUEUE_BLOCKS:
+            if not publication.closed:
                 self.dropped_blocks += 1
-            publication.broken = True
+            publication.closed = True
             self._drop_reference(block.block_id)
             return False
         publication.add_pending()
