@@ -118,7 +118,9 @@ def _carries_mark(pid: int, instance_id: str) -> bool:
 
 
 def _command_line(pid: int) -> str:
+    """Program name and arguments, without the program's directory."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80].strip()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    return " ".join([Path(words[0]).name, *words[1:]]).strip()[:80]

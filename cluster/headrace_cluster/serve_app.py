@@ -5,20 +5,17 @@ config file names as its `import_path`.
 """
 
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
 
 from headrace.config import Config, config_to_flat, load_config
-from headrace.core.clock import SystemClock
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX, WORKER_WAITING_MAX
 from headrace.core.members import WorkerRole
-from headrace_cluster.ray_worker_calls import RayWorkerCalls
+from headrace_cluster.gateway_replica import GatewayReplica
 from headrace_cluster.worker_replica import DecodeWorker, PrefillWorker
 
 APP_NAME = "headrace"
@@ -94,66 +91,12 @@ def gpus_per_worker(config: Config) -> float:
     return 1.0 if gpus >= workers else math.floor(100 * gpus / workers) / 100
 
 
-@serve.deployment(
+Gateway = serve.deployment(
+    name="Gateway",
     max_ongoing_requests=2 * GATEWAY_INFLIGHT_MAX,
     health_check_period_s=HEALTH_PERIOD_S,
     health_check_timeout_s=HEALTH_TIMEOUT_S,
     graceful_shutdown_timeout_s=SHUTDOWN_GRACE_S,
     max_constructor_retry_count=1,
     ray_actor_options={"num_cpus": REPLICA_CPUS},
-)
-@serve.ingress()
-class Gateway:
-    """The ingress: HTTP by the ASGI app, gRPC by the methods named as the RPCs."""
-
-    async def __init__(
-        self, settings: dict[str, Any], decode: DeploymentHandle, prefill: DeploymentHandle | None
-    ) -> None:
-        from headrace.compose import build_gateway
-
-        calls = RayWorkerCalls(prefill=prefill, decode=decode, clock=SystemClock())
-        self._gateway = build_gateway(load_config(settings, environ={}), calls=calls)
-        await self._gateway.start()
-
-    def __serve_build_asgi_app__(self) -> Any:
-        return self._gateway.http_app
-
-    async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
-        """inference.proto."""
-        async for event in self._gateway.inference.Generate(request, grpc_context):
-            yield event
-
-    async def ListModels(self, request: Any, grpc_context: Any) -> Any:
-        """inference.proto."""
-        return await self._gateway.inference.ListModels(request, grpc_context)
-
-    async def ListBlocks(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        return await self._gateway.admin.ListBlocks(request, grpc_context)
-
-    async def Stat(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        return await self._gateway.admin.Stat(request, grpc_context)
-
-    async def Evict(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        return await self._gateway.admin.Evict(request, grpc_context)
-
-    async def Status(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        return await self._gateway.admin.Status(request, grpc_context)
-
-    async def Check(self, request: Any, grpc_context: Any) -> Any:
-        """grpc.health.v1."""
-        return await self._gateway.health.Check(request, grpc_context)
-
-    async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
-        """grpc.health.v1."""
-        async for status in self._gateway.health.Watch(request, grpc_context):
-            yield status
-
-    async def __del__(self) -> None:
-        """Serve calls this once, after the last request has ended or the grace period is over."""
-        gateway = getattr(self, "_gateway", None)
-        if gateway is not None:
-            await gateway.stop()
+)(GatewayReplica)

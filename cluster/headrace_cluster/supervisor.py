@@ -22,6 +22,7 @@ from pathlib import Path
 import grpc
 import ray
 from ray import serve
+from ray.serve.schema import LoggingConfig
 
 from headrace.compose import arena_path
 from headrace.config import Config, GatewaySettings, config_to_flat, load_config
@@ -42,6 +43,8 @@ CALL_TIMEOUT_S = 10.0
 FIRST_GENERATE_TIMEOUT_S = 60.0
 # Ray's object store carries nothing of ours (KV blocks go through the arena); this is Ray's own minimum.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
+# A line for each request would fill the log without end; metrics count requests.
+RUN_OPTIONS = {"route_prefix": "/", "logging_config": LoggingConfig(enable_access_log=False)}
 # Ports tried after a default one that is taken.
 PORTS_TRIED = 50
 
@@ -128,7 +131,7 @@ class Supervisor:
         shown_host = "127.0.0.1" if gateway.http_host in ("0.0.0.0", "::", "") else gateway.http_host
         self._started("Serve", http_url=f"http://{shown_host}:{http_port}", grpc_target=f"127.0.0.1:{grpc_port}")
         serve.run_many(
-            [serve.RunTarget(target=serve_app(config_to_flat(self._config)), name=APP_NAME, route_prefix="/")],
+            [serve.RunTarget(target=serve_app(config_to_flat(self._config)), name=APP_NAME, **RUN_OPTIONS)],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
@@ -150,7 +153,7 @@ class Supervisor:
                 cache=inference_pb2.CacheOptions(bypass=True),
             )
             events = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=FIRST_GENERATE_TIMEOUT_S)
-            if not any(event.HasField("done") for event in events):
+            if not any([event.HasField("done") for event in events]):  # noqa: C419 - read to the end, cancel nothing
                 raise StartFailed("the first generation ended without a result")
         except grpc.RpcError as error:
             raise StartFailed(f"the first generation failed: {error.code().name}: {error.details()}") from error

@@ -154,6 +154,7 @@ def _command_line(port: int) -> list[str]:
     server = [
         str(get_binary_path()),
         *("--bind", _HOST, "--port", str(port), "--protected-mode", "yes", "--daemonize", "no"),
+        *("--set-proc-title", "no"),  # a title would overwrite the environment that /proc shows of the process
         *("--save", "", "--appendonly", "no", "--loglevel", "warning", "--dir", tempfile.gettempdir()),
         *("--maxmemory", str(EMBEDDED_INDEX_BYTES_MAX), "--maxmemory-policy", "allkeys-lru"),
     ]

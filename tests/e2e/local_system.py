@@ -1,0 +1,56 @@
+"""What the end-to-end tests say of a local system: its settings, its workers, and waiting for it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.client.client import HeadraceClient
+from headrace.config import Config, load_config
+from headrace_cluster.local_instance import InstanceState
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class LocalSystem:
+    """A running system and how to reach it."""
+
+    state: InstanceState
+    state_dir: Path
+    progress: list[str]
+    client: HeadraceClient
+
+    def worker_ids(self, role: str) -> list[str]:
+        return sorted(w.worker_id for w in self.client.status().workers if w.role == role)
+
+    def worker_pid(self, worker_id: str) -> int:
+        return next(w.pid for w in self.client.status().workers if w.worker_id == worker_id)
+
+
+def make_config(model: Path, state_dir: Path, **settings: object) -> Config:
+    return load_config(
+        {
+            "model": str(model),
+            "state_dir": str(state_dir),
+            "dtype": "float32",
+            "device": "cpu",
+            "torch_threads": 1,
+            "block_tokens": BLOCK_TOKENS,
+            "pool_tokens": 2_048,
+            "prefill_chunk_tokens": 64,
+            "local_prefill_tokens": 32,
+            "arena_mb": 16,
+            "http_port": 0,
+            "grpc_port": 0,
+            **settings,
+        },
+        environ={},
+    )
+
+
+def wait_until(holds: Callable[[], bool], *, within_s: float, what: str) -> None:
+    give_up_at = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < give_up_at, f"not within {within_s} s: {what}"
+        time.sleep(0.1)

@@ -1,0 +1,45 @@
+"""A system that cannot start says why, and leaves nothing behind."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from local_system import make_config
+
+from headrace_cluster.launch_local import LaunchFailed, launch_local
+from headrace_cluster.local_instance import read_state
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_own_error(tmp_path: Path):
+    """Fails when the worker's error is lost on the way, or the start is retried without end."""
+    progress: list[str] = []
+    config = make_config(tmp_path / "no-model-here", tmp_path / "state", prefill_workers=0, decode_workers=1)
+    with pytest.raises(LaunchFailed, match="no-model-here"):
+        launch_local(config, report=progress.append)
+    assert any(line.startswith("removed /tmp/headrace-") for line in progress)
+    assert read_state(tmp_path / "state") is None
+
+
+def test_a_taken_port_that_was_asked_for_is_refused_by_name(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchFailed, match=f"http_port.*{port} is taken"):
+            launch_local(make_config(tmp_path, tmp_path / "state", http_port=port), report=print)
+    assert read_state(tmp_path / "state") is None
+
+
+def test_an_interrupted_start_ends_what_it_started(tmp_path: Path, tiny_model: Path):
+    """Ctrl-C raises KeyboardInterrupt in the launcher; a `report` that raises it is the same from the inside."""
+    lines: list[str] = []
+
+    def interrupt_when_ray_runs(line: str) -> None:
+        lines.append(line)
+        if "started Ray" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch_local(make_config(tiny_model, tmp_path / "state"), report=interrupt_when_ray_runs)
+    assert any("started Ray" in line for line in lines)
+    assert read_state(tmp_path / "state") is None
