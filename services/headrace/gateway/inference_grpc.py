@@ -82,6 +82,10 @@ class HealthRpc:
             await self._refuse(grpc_context, UnknownService(f"no service {request.service[:200]!r} here"))
         return self._response(request.service)
 
+    async def List(self, request: health_pb2.HealthListRequest, grpc_context: Any) -> health_pb2.HealthListResponse:
+        """The state of every service."""
+        return health_pb2.HealthListResponse(statuses={name: self._response(name) for name in HEALTH_SERVICES})
+
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:

@@ -186,7 +186,7 @@ def test_the_bound_of_local_prefill_is_exact(num_tokens, prefills):
 
 
 def test_the_prefill_worker_is_chosen_by_its_own_match_then_nearness():
-    """Fails when the prefill worker ignores what its host holds, or equals are not broken by the decode worker's host."""
+    """Fails when it ignores what its host holds, or when equals are not broken by the decode worker's host."""
     workers = [decoder("a", "n1"), prefiller("p", "n0"), prefiller("q", "n1")]
     assert choose(make_request(), Snapshot(workers, NO_MATCH)).prefill.worker_id == "q"
     far = make_match(node_n0=2)

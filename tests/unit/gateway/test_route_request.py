@@ -43,6 +43,19 @@ async def collect(gateway, request):
     return texts, finished
 
 
+async def collect_into(seen, gateway, request):
+    """As `collect`, for streams that end badly."""
+    async for event in gateway.service.generate(request):
+        seen.append(event)
+
+
+async def until(condition):
+    """Wait until something that another task does is seen."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - the workers under test tell nobody when they are called
+            await asyncio.sleep(0.01)
+
+
 async def test_a_request_gets_the_answer_of_its_prompt_and_its_name(model_path):
     """Fails when tokens are lost, doubled or reordered."""
     async with tiny_gateway(*DECODERS, model_path=model_path) as gateway:
@@ -128,8 +141,7 @@ async def test_after_the_first_token_an_error_ends_the_stream_and_nothing_is_tri
         gateway.worker("d0").fails, gateway.worker("d0").fails_after = WorkerUnavailable("d0", "died"), 2
         seen = []
         with pytest.raises(WorkerUnavailable, match="d0"):
-            async for event in gateway.service.generate(ask()):
-                seen.append(event)
+            await collect_into(seen, gateway, ask())
         assert len([event for event in seen if isinstance(event, ChoiceToken)]) == 2
         assert not gateway.worker("d1").calls
         gateway.assert_at_rest()
@@ -198,9 +210,7 @@ async def test_cancelling_while_a_worker_computes_ends_its_call(model_path, stag
         worker = gateway.worker("p0" if stage == "prefill" else "d0")
         worker.hangs = True
         task = asyncio.create_task(collect(gateway, ask()))
-        async with asyncio.timeout(5):
-            while not worker.open_calls:
-                await asyncio.sleep(0.01)
+        await until(lambda: worker.open_calls)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
@@ -303,9 +313,7 @@ async def test_more_requests_than_the_bound_are_refused_at_once(model_path):
         for worker in gateway.calls.workers.values():
             worker.hangs = True
         held = [asyncio.create_task(collect(gateway, ask(timeout_ms=60_000))) for _ in range(2)]
-        async with asyncio.timeout(5):
-            while gateway.service.inflight < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: gateway.service.inflight == 2)
         with pytest.raises(Overloaded) as raised:
             await collect(gateway, ask())
         assert raised.value.retry_after_ms > 0

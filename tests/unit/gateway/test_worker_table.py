@@ -76,9 +76,13 @@ def test_an_empty_listing_is_believed_only_after_a_while(table, clock):
 
 def test_counts_are_released_however_a_call_ends(table):
     """Fails when an error or a cancel leaves a worker looking busy."""
-    with pytest.raises(RuntimeError), table.in_flight(WorkerId("d0")), table.in_flight(WorkerId("d0")):
-        assert table.in_flight_counts() == {"d0": 2}
-        raise RuntimeError
+    outer, inner = table.in_flight(WorkerId("d0")), table.in_flight(WorkerId("d0"))
+    outer.__enter__()
+    inner.__enter__()
+    assert table.in_flight_counts() == {"d0": 2}
+    inner.__exit__(None, None, None)
+    with pytest.raises(RuntimeError):
+        outer.gen.throw(RuntimeError())
     assert table.in_flight_counts() == {}
     table.check_integrity()
 

@@ -1,0 +1,171 @@
+"""Admin calls over real store nodes and in-process workers: what is reported is what was done, holder by holder."""
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import pytest
+from store_kit import StoreKit, make_kit
+from tiny_gateway import BLOCK_TOKENS, NODE, TinyGateway, make_namespace, make_worker_record, tiny_gateway
+
+from headrace.core.errors import WorkerUnavailable
+from headrace.gateway.serve_grpc import serve_grpc
+from headrace.gateway.service import hash_for
+from headrace.store.cache_admin import CacheAdminOfNode
+from headrace.transfer.channels import Channels, build_server
+from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
+
+WORKERS = (make_worker_record("d0", free_blocks=900), make_worker_record("d1"))
+
+
+@dataclass
+class Admin:
+    """The gateway's admin stub and what lies behind it."""
+
+    stub: Any
+    gateway: TinyGateway
+    kits: dict[str, StoreKit]
+
+    async def evict(self, *, dry_run=False, **selector):
+        reply = await self.stub.Evict(admin_pb2.EvictRequest(selector=selector, dry_run=dry_run))
+        return {report.holder: report for report in reply.reports}
+
+    async def list_blocks(self, *, with_text=False, limit=0, **selector):
+        return await self.stub.ListBlocks(
+            admin_pb2.ListBlocksRequest(selector=selector, with_text=with_text, limit=limit)
+        )
+
+
+@asynccontextmanager
+async def admin_over(model_path, *node_ids, dead_nodes=()):
+    """A gateway over running store nodes of these names, and some that are announced but do not answer."""
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(tiny_gateway(*WORKERS, model_path=model_path))
+        await gateway.membership.withdraw(NODE)
+        kits = {}
+        for node_id in node_ids:
+            kit, server = make_kit(blocks=16), build_server()
+            record = replace(NODE, node_id=node_id, address=f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            servicer = CacheAdminOfNode(kit.node, gateway.membership, lambda record=record: record)
+            admin_pb2_grpc.add_CacheAdminServicer_to_server(servicer, server)
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            await gateway.membership.announce(record, ttl_ms=60_000)
+            kits[node_id] = kit
+        for node_id in dead_nodes:
+            await gateway.membership.announce(replace(NODE, node_id=node_id, address="127.0.0.1:9"), ttl_ms=60_000)
+        channels = Channels()
+        stack.push_async_callback(channels.close)
+        server, port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
+        stack.push_async_callback(server.stop, 0)
+        yield Admin(admin_pb2_grpc.CacheAdminStub(channels.to(f"127.0.0.1:{port}")), gateway, kits)
+
+
+def store_text(kit: StoreKit, text: str) -> int:
+    """Have a node hold the blocks of a text (one token a byte, as the test's tokenizer has it); returns how many."""
+    prompt = hash_for(make_namespace(), token_ids_of(text))
+    return len(kit.store(prompt, range(len(prompt.chain))))
+
+
+def token_ids_of(text: str) -> tuple[int, ...]:
+    """Ids of printable ASCII under the byte-level tokenizer: its alphabet is sorted, id 0 ends a sequence."""
+    return tuple(ord(c) - 32 for c in text)
+
+
+async def test_an_eviction_by_prefix_text_takes_the_prefix_and_what_follows_it_on_every_node(model_path):
+    """Fails when text is tokenised otherwise than prompts are, a node is left out, or strangers go too."""
+    async with admin_over(model_path, "n0", "n1") as admin:
+        for kit in admin.kits.values():
+            assert store_text(kit, "sharedheadtail") == 3
+            assert store_text(kit, "othertexthere") == 3
+        dry = await admin.evict(prefix_text="sharedhead", dry_run=True)
+        assert {holder: dry[holder].blocks for holder in ("node:n0", "node:n1")} == {"node:n0": 2, "node:n1": 2}
+        assert [kit.node.stat().committed_blocks for kit in admin.kits.values()] == [6, 6]
+        done = await admin.evict(prefix_text="sharedhead")
+        assert (done["node:n0"].blocks, done["node:n0"].tokens, done["node:n0"].dry_run) == (2, 2 * BLOCK_TOKENS, False)
+        assert [kit.node.stat().committed_blocks for kit in admin.kits.values()] == [4, 4]
+        left = await admin.list_blocks(prefix_text="sharedhead")
+        assert left.total_blocks == 0
+
+
+async def test_an_eviction_reaches_every_workers_own_pool(model_path):
+    """Fails when the device tier is forgotten, or dry runs evict there."""
+    async with admin_over(model_path, "n0") as admin:
+        reports = await admin.evict(model="tiny", dry_run=True)
+        assert reports["worker:d0"].blocks == reports["worker:d1"].blocks == 2
+        asked = {(worker, selector.namespace, dry) for worker, selector, dry in admin.gateway.calls.evicted}
+        assert asked == {("d0", make_namespace().id, True), ("d1", make_namespace().id, True)}
+
+
+async def test_holders_that_do_not_answer_are_reported_and_the_others_still_do_their_part(model_path):
+    """Fails when a silent holder makes the call fail, hang or claim success."""
+    async with admin_over(model_path, "n1", dead_nodes=["n9"]) as admin:
+        store_text(admin.kits["n1"], "sharedheadtail")
+        admin.gateway.worker("d1").fails = WorkerUnavailable("d1", "died")
+        reports = await admin.evict()
+        assert reports["node:n1"].blocks == 3
+        assert reports["node:n9"].error
+        assert "died" in reports["worker:d1"].error
+        assert not reports["worker:d0"].error
+        listing = await admin.list_blocks()
+        assert [error.holder for error in listing.errors] == ["node:n9"]
+        stats = {s.holder: s for s in (await admin.stub.Stat(admin_pb2.StatRequest())).holders}
+        assert stats["node:n9"].error
+        assert stats["node:n1"].total_blocks == 16
+        assert (stats["worker:d0"].tier, stats["worker:d0"].free_blocks) == ("device", 900)
+
+
+async def test_blocks_are_listed_with_model_and_text_up_to_the_limit(model_path):
+    """Fails when the total hides what the limit cut off, or a block's text is not its tokens'."""
+    async with admin_over(model_path, "n0", "n1") as admin:
+        for kit in admin.kits.values():
+            store_text(kit, "sharedheadtail")
+        listing = await admin.list_blocks(model="tiny", with_text=True, limit=4)
+        assert (len(listing.blocks), listing.total_blocks) == (4, 6)
+        assert listing.blocks[0].model == "tiny"
+        assert {block.text for block in listing.blocks} == {"shar", "edhe", "adta"}
+
+
+@pytest.mark.parametrize(
+    ("selector", "code", "words"),
+    [
+        ({"prefix_text": "abc"}, grpc.StatusCode.INVALID_ARGUMENT, "less than one block of 4"),
+        ({"prefix_token_ids": [1, 2]}, grpc.StatusCode.INVALID_ARGUMENT, "less than one block of 4"),
+        ({"prefix_text": "abcd", "prefix_token_ids": [1] * 4}, grpc.StatusCode.INVALID_ARGUMENT, "not both"),
+        ({"prefix_text": "abcd", "block_hashes": [b"x" * 16]}, grpc.StatusCode.INVALID_ARGUMENT, "not both"),
+        ({"model": "other"}, grpc.StatusCode.NOT_FOUND, "served: tiny"),
+        ({"model": "tiny", "namespace": "ff" * 16}, grpc.StatusCode.INVALID_ARGUMENT, "no live worker"),
+        ({"block_hashes": [b"x"]}, grpc.StatusCode.INVALID_ARGUMENT, "16 or 32 bytes"),
+    ],
+)
+async def test_selectors_that_name_nothing_are_refused_and_evict_nothing(model_path, selector, code, words):
+    """Fails when a mistake is taken for a wider selector."""
+    async with admin_over(model_path, "n0") as admin:
+        store_text(admin.kits["n0"], "sharedheadtail")
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as raised:
+            await admin.evict(**selector)
+        assert raised.value.code() is code
+        assert admin.kits["n0"].node.stat().committed_blocks == 3
+        assert not admin.gateway.calls.evicted
+
+
+async def test_a_prefix_given_as_token_ids_means_the_same_as_its_text(model_path):
+    """Fails when the two ways to name a prefix differ."""
+    async with admin_over(model_path, "n0") as admin:
+        store_text(admin.kits["n0"], "sharedheadtail")
+        by_ids = await admin.evict(prefix_token_ids=token_ids_of("sharedhead"), dry_run=True)
+        by_text = await admin.evict(prefix_text="sharedhead", dry_run=True)
+        assert by_ids["node:n0"].blocks == by_text["node:n0"].blocks == 2
+
+
+async def test_status_names_everybody(model_path):
+    """Fails when a live member is missing."""
+    async with admin_over(model_path, "n0", dead_nodes=["n9"]) as admin:
+        status = await admin.stub.Status(admin_pb2.StatusRequest())
+        assert [node.node_id for node in status.store_nodes] == ["n0", "n9"]
+        assert [(w.worker_id, w.role, w.model) for w in status.workers] == [
+            ("d0", "decode", "tiny"),
+            ("d1", "decode", "tiny"),
+        ]
+        assert status.index_available
