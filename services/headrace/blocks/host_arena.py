@@ -53,6 +53,16 @@ def arena_path(arena_dir: str | Path, node_id: str) -> Path:
     return Path(arena_dir) / f"headrace-{node_id}.arena"
 
 
+def host_id(arena_dir: str | Path) -> str:
+    """A name that is equal for exactly those processes that see the same memory-backed directory.
+
+    Host names do not say it: two containers of one pod share a host name and may not share /dev/shm, two with a mounted
+    one do under different names. The kernel's boot id and the file system's device number do.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id[:13]}-{os.stat(arena_dir).st_dev:x}"
+
+
 def units_for(payload_bytes: int, header_bytes: int) -> int:
     """Units that a block takes: payload and header together, rounded up. Exact: this is what is accounted."""
     return -(-(payload_bytes + header_bytes) // UNIT_BYTES)

@@ -1,0 +1,42 @@
+"""Keep a store node's record standing, notice when it had fallen, and clear away what dead holders left behind."""
+
+import asyncio
+from collections.abc import Callable
+
+from headrace.core.block import HolderId
+from headrace.core.clock import Clock
+from headrace.core.errors import IndexUnavailable
+from headrace.core.limits import INDEX_SWEEP_ENTRIES, INDEX_SWEEP_MS, MEMBER_REFRESH_MS, MEMBER_TTL_MS
+from headrace.core.members import StoreNodeRecord
+from headrace.core.ports import BlockIndex, Membership
+from headrace.store.register_blocks import PendingChanges
+
+
+async def announce_node(
+    record: Callable[[], StoreNodeRecord],
+    changes: PendingChanges,
+    index: BlockIndex,
+    membership: Membership,
+    *,
+    clock: Clock,
+) -> None:
+    """Refresh the node's record until cancelled. A record that did not stand means that Redis lost it and perhaps all
+    entries with it (or that it is the first): the inventory is registered again. Sweeps every INDEX_SWEEP_MS."""
+    sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000
+    while True:
+        try:
+            if await membership.announce(record(), ttl_ms=MEMBER_TTL_MS):
+                changes.want_restart()
+            if clock.now_s() >= sweep_at_s:
+                sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000
+                await _sweep(index, membership)
+        except IndexUnavailable:
+            pass  # the next refresh tries again; the index itself reports that it is away
+        await asyncio.sleep(MEMBER_REFRESH_MS / 1_000)
+
+
+async def _sweep(index: BlockIndex, membership: Membership) -> None:
+    live: dict[HolderId, int] = {}
+    for record in (*await membership.store_nodes(), *await membership.workers()):
+        live[record.holder_id] = record.incarnation
+    await index.sweep(live, limit=INDEX_SWEEP_ENTRIES)

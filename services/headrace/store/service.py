@@ -1,0 +1,272 @@
+"""The store node as a service: arena, recovery, gRPC server, registration and liveness, started and stopped in order.
+
+`python -m headrace.store.service --redis-url ...` runs one node until SIGTERM or SIGINT. When it is ready it prints its
+record as one line of JSON. The arena's file stays when the process ends, so that the next start finds the blocks again;
+`--remove-arena-on-exit`, or `remove_arena()` after the process is gone, leaves nothing behind.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from headrace.blocks.host_arena import HostArena, arena_path, host_id, open_arena
+from headrace.config import StoreSettings, load_config, settings_table
+from headrace.core.clock import Clock, SystemClock
+from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable
+from headrace.core.generation import HolderStat
+from headrace.core.limits import EXPIRY_SCAN_MS, MEMBER_TTL_MS, STOP_GRACE_MS
+from headrace.core.members import StoreNodeRecord
+from headrace.core.ports import BlockIndex, Membership
+from headrace.store.announce_node import announce_node
+from headrace.store.cache_admin import CacheAdminOfNode
+from headrace.store.recover_arena import recover_arena
+from headrace.store.register_blocks import PendingChanges, register_blocks
+from headrace.store.store_node import StoreNode
+from headrace.telemetry.collectors import StoreCollector
+from headrace.telemetry.metrics import EvictionReason, Metrics, MetricsServer, start_metrics_server
+from headrace.transfer.channels import build_server
+from headrace.transfer.serve_blocks import serve_blocks
+from headrace.wire.v1 import admin_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_HEALTH_NAMES = ("", "headrace.v1.BlockStore", "headrace.v1.CacheAdmin")
+
+
+class StoreNodeService:
+    """One store node's process-wide parts. `start` and `stop` once each, on one event loop."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        *,
+        index: BlockIndex,
+        membership: Membership,
+        clock: Clock,
+        metrics: Metrics | None = None,
+        lease_ttl_ms: int | None = None,
+        reservation_ttl_ms: int | None = None,
+    ) -> None:
+        """metrics: serves them on a port of its own when given. The times to live default to the limits."""
+        self._settings = settings
+        self._node_id = settings.node_id or socket.gethostname()
+        self._index = index
+        self._membership = membership
+        self._clock = clock
+        self._metrics = metrics
+        self._ttls = {
+            name: value
+            for name, value in (("lease_ttl_ms", lease_ttl_ms), ("reservation_ttl_ms", reservation_ttl_ms))
+            if value is not None
+        }
+        self._changes = PendingChanges()
+        self._server = build_server()
+        self._health = health.aio.HealthServicer()
+        self._background: asyncio.Task[None] | None = None
+        self._metrics_server: MetricsServer | None = None
+        self._address = ""
+        self._arena: HostArena | None = None
+        self._node: StoreNode | None = None
+        self._stat: HolderStat | None = None  # as of the last scan, for the scraping thread
+        self._counted = dict.fromkeys(EvictionReason, 0)
+
+    @property
+    def node(self) -> StoreNode:
+        """The node's books; after `start`."""
+        assert self._node is not None, "not started"
+        return self._node
+
+    @property
+    def record(self) -> StoreNodeRecord:
+        """What is announced; after `start`."""
+        return StoreNodeRecord(
+            node_id=self._node_id,
+            incarnation=self.node.incarnation,
+            host=host_id(self._settings.arena_dir),
+            address=self._address,
+            arena_path=str(arena_path(self._settings.arena_dir, self._node_id)),
+            pid=os.getpid(),
+            metrics_port=self._metrics_server.port if self._metrics_server else 0,
+        )
+
+    async def start(self) -> StoreNodeRecord:
+        """Open the arena, find what it holds, serve, announce. Raises ConfigInvalid; then nothing is left open.
+
+        Does not wait for the index: a node serves whoever knows its address while Redis is away.
+        """
+        arena = open_arena(arena_path(self._settings.arena_dir, self._node_id), self._settings.arena_mb << 20)
+        self._arena = arena
+        try:
+            recovered = recover_arena(arena)
+            self._node = StoreNode(
+                arena,
+                node_id=self._node_id,
+                clock=self._clock,
+                changes=self._changes,
+                recovered=recovered,
+                **self._ttls,
+            )
+            _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
+            self._address = self._bind()
+            serve_blocks(self._server, self._node)
+            admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record)
+            admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+            self._serve_metrics()
+            await self._server.start()
+        except BaseException:
+            self._close(remove_arena=False)
+            raise
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._background = asyncio.create_task(self._run_background(), name=f"store node {self._node_id}")
+        return self.record
+
+    async def stop(self, *, remove_arena: bool = False) -> None:
+        """Leave the members, refuse new calls, let those in progress end, unmap. Idempotent."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._background is not None:
+            self._background.cancel()
+            await asyncio.gather(self._background, return_exceptions=True)
+            self._background = None
+            try:
+                await self._membership.withdraw(self.record)
+            except IndexUnavailable:
+                _log.warning("the record was not withdrawn; it ends by itself in %d ms", MEMBER_TTL_MS)
+        await self._server.stop(STOP_GRACE_MS / 1_000)
+        self._close(remove_arena=remove_arena)
+
+    async def failed(self) -> None:
+        """Wait until background work dies of a bug, and raise that. For whoever keeps the process alive."""
+        assert self._background is not None
+        await asyncio.shield(self._background)
+
+    def _close(self, *, remove_arena: bool) -> None:
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+        if self._arena is not None:
+            if remove_arena:
+                self._arena.remove()
+            self._arena.close()
+            self._arena = None
+
+    async def _run_background(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._scan())
+            tasks.create_task(register_blocks(self.node, self._changes, self._index, announce=self._announce))
+            tasks.create_task(
+                announce_node(lambda: self.record, self._changes, self._index, self._membership, clock=self._clock)
+            )
+
+    async def _scan(self) -> None:
+        """End what is over, and keep the numbers that the scraping thread reads."""
+        while True:
+            self.node.expire()
+            self._stat = self.node.stat()
+            self._count_evictions()
+            await asyncio.sleep(EXPIRY_SCAN_MS / 1_000)
+
+    async def _announce(self) -> None:
+        await self._membership.announce(self.record, ttl_ms=MEMBER_TTL_MS)
+
+    async def _set_health(self, status: int) -> None:
+        for name in _HEALTH_NAMES:
+            await self._health.set(name, status)
+
+    def _bind(self) -> str:
+        wanted = f"{self._settings.store_host}:{self._settings.store_port}"
+        try:
+            port = self._server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigInvalid("store_port", f"cannot listen on {wanted}") from error
+        return f"{self._settings.store_host}:{port}"
+
+    def _serve_metrics(self) -> None:
+        if self._metrics is None:
+            return
+        self._stat = self.node.stat()
+        StoreCollector(self._last_stat, metrics=self._metrics)
+        self._metrics_server = start_metrics_server(self._metrics.registry, self._settings.store_host)
+
+    def _last_stat(self) -> HolderStat:
+        assert self._stat is not None
+        return self._stat
+
+    def _count_evictions(self) -> None:
+        if self._metrics is None:
+            return
+        counters = self.node.counters
+        happened = {
+            EvictionReason.CAPACITY: counters.evicted_for_room,
+            EvictionReason.ADMIN: counters.evicted_by_operator,
+        }
+        for reason, total in happened.items():
+            self._metrics.evicted_blocks.labels(reason, "host").inc(total - self._counted[reason])
+            self._counted[reason] = total
+
+
+async def serve_store_node(
+    service: StoreNodeService, *, stop: asyncio.Event, remove_arena_on_exit: bool = False
+) -> None:
+    """Run a service until `stop` is set or its background work dies; print its record when it is ready."""
+    record = await service.start()
+    print(json.dumps(asdict(record)), flush=True)
+    asked, died = asyncio.create_task(stop.wait()), asyncio.create_task(service.failed())
+    try:
+        await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            died.result()
+    finally:
+        for task in (asked, died):
+            task.cancel()
+        await asyncio.gather(asked, died, return_exceptions=True)
+        await service.stop(remove_arena=remove_arena_on_exit)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the process; exit code 2 when a setting is refused."""
+    parser = argparse.ArgumentParser(prog="python -m headrace.store.service", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", type=Path, default=None, help="YAML file of settings.")
+    parser.add_argument("--remove-arena-on-exit", action="store_true", help="Delete the arena's file on SIGTERM.")
+    names = [name for name, (piece, _) in settings_table().items() if piece in ("store", "index")]
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=settings_table()[name][1].metadata["help"])
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load_config({name: getattr(parsed, name) for name in names}, config_file=parsed.config)
+        if not config.index.redis_url:
+            raise ConfigInvalid("redis_url", "a store node on its own needs a Redis to register with")
+        asyncio.run(_run(config.store, config.index.redis_url, remove_arena_on_exit=parsed.remove_arena_on_exit))
+    except HeadraceError as error:
+        _log.error("%s", error)
+        return 2
+    return 0
+
+
+async def _run(settings: StoreSettings, redis_url: str, *, remove_arena_on_exit: bool) -> None:
+    # Here and not at the top: a node inside another process is given its index, and then needs no Redis client.
+    from headrace.index.redis_index import RedisIndex
+    from headrace.index.redis_membership import RedisMembership
+
+    clock = SystemClock()
+    index, membership = RedisIndex(redis_url, clock=clock), RedisMembership(redis_url, clock=clock)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    service = StoreNodeService(settings, index=index, membership=membership, clock=clock, metrics=Metrics())
+    try:
+        await serve_store_node(service, stop=stop, remove_arena_on_exit=remove_arena_on_exit)
+    finally:
+        await index.close()
+        await membership.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
