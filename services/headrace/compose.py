@@ -39,8 +39,9 @@ def prepare_model(settings: ModelSettings, *, report: Report) -> None:
     """
     if settings.model == DEFAULT_MODEL:
         from headrace.engine.convert_gguf import prepare_default_model
+        from headrace.engine.load_model import model_cache_dir
 
-        prepare_default_model(Path(settings.model_cache_dir).expanduser(), report=report)
+        prepare_default_model(model_cache_dir(settings), report=report)
 
 
 def arena_path(settings: StoreSettings) -> Path:
