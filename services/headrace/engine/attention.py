@@ -68,6 +68,18 @@ class Scratch:
         return buffer[:numel].view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of one span inside one tile: one set of matrix products a layer. Made once a step, for all layers."""
+
+    span_index: int
+    rows: slice  # of the flattened batch
+    tile_end: int
+    mask: torch.Tensor  # [packed rows, keys] of 0 and -inf, added to the scores
+    scores: torch.Tensor  # scratch, [kv_heads, packed rows, keys]
+    weights: torch.Tensor  # scratch, same shape
+
+
 @dataclass(slots=True)
 class StepContext:
     """What one forward pass needs to find its KV; valid for that pass only."""
@@ -76,7 +88,7 @@ class StepContext:
     spans: Sequence[SequenceSpan]
     slots: torch.Tensor  # [real rows] int64: block_id * block_tokens + offset of each row
     scratch: Scratch
-    masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)  # shared by the layers
+    pieces: dict[int | None, list[Piece]] = field(default_factory=dict)  # by window
 
 
 @dataclass(slots=True)
@@ -137,98 +149,94 @@ def paged_attention(
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
 
     layer_pool = context.kv.pool[layer]  # [2, kv_heads, blocks, block_tokens, head_dim]
-    num_rows = context.slots.shape[0]
+    num_rows, kv_heads = context.slots.shape[0], layer_pool.shape[1]
     layer_pool[0].flatten(1, 2)[:, context.slots] = key[0, :, :num_rows]
     layer_pool[1].flatten(1, 2)[:, context.slots] = value[0, :, :num_rows]
-    tile_attention = _TileAttention(
-        scale=scaling if scaling is not None else query.shape[3] ** -0.5,
-        group=query.shape[1] // layer_pool.shape[1],
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    # [rows, heads, head_dim]
-    output = query.new_zeros((query.shape[2], query.shape[1], query.shape[3]))
+    scale = scaling if scaling is not None else query.shape[3] ** -0.5
+    pieces = context.pieces.get(sliding_window)
+    if pieces is None:
+        pieces = context.pieces[sliding_window] = _plan_pieces(context, query.shape[1], sliding_window)
+    # [rows, kv_heads, group, head_dim]: the query heads of one KV head, side by side
+    grouped = query[0].transpose(0, 1).unflatten(1, (kv_heads, -1))
+    output = torch.zeros(grouped.shape, dtype=query.dtype, device=query.device)
+    gathered_index = -1
+    for piece in pieces:
+        if piece.span_index != gathered_index:
+            gathered_index = piece.span_index
+            gathered = _gather(layer_pool, context.spans[gathered_index])
+        keys, values = gathered[0, :, : piece.tile_end], gathered[1, :, : piece.tile_end]
+        # [kv_heads, rows * group, head_dim], then padded to the mask's rows
+        packed = grouped[piece.rows].transpose(0, 1).flatten(1, 2)
+        num_packed = packed.shape[1]
+        packed = pad(packed, (0, 0, 0, piece.mask.shape[0] - num_packed))
+        _score(packed, keys, piece, scale=scale, softcap=softcap)
+        _weigh(piece, sinks=s_aux, num_packed=num_packed)
+        attended = torch.bmm(piece.weights, values)[:, :num_packed]
+        output[piece.rows] = attended.unflatten(1, (-1, grouped.shape[2])).transpose(0, 1)
+    return output.flatten(1, 2).unsqueeze(0), None
+
+
+def _gather(layer_pool: torch.Tensor, span: SequenceSpan) -> torch.Tensor:
+    """A copy of one sequence's K and V of one layer, [2, kv_heads, keys, head_dim], zero behind the sequence's end."""
+    gathered = layer_pool.index_select(2, span.block_table).flatten(2, 3)
+    if span.end < gathered.shape[2]:
+        gathered[:, :, span.end :] = 0
+    return gathered
+
+
+def _score(packed: torch.Tensor, keys: torch.Tensor, piece: Piece, *, scale: float, softcap: float | None) -> None:
+    """piece.scores = scaled, capped and masked products of packed [kv_heads, packed rows, head_dim] with the keys."""
+    if softcap is None:
+        torch.baddbmm(piece.mask, packed, keys.transpose(1, 2), alpha=scale, out=piece.scores)
+        return
+    torch.bmm(packed, keys.transpose(1, 2), out=piece.scores)
+    piece.scores.mul_(scale / softcap).tanh_().mul_(softcap).add_(piece.mask)
+
+
+def _weigh(piece: Piece, *, sinks: torch.Tensor | None, num_packed: int) -> None:
+    """piece.weights = softmax of the scores, with one more column for the sink where a head has one."""
+    if sinks is None:
+        torch.softmax(piece.scores, dim=-1, out=piece.weights)
+        return
+    kv_heads, padded_rows, _ = piece.scores.shape
+    group = sinks.shape[0] // kv_heads
+    sink = sinks.to(piece.scores.dtype).view(kv_heads, group).repeat(1, num_packed // group)
+    sink = pad(sink, (0, padded_rows - num_packed)).unsqueeze(2)
+    piece.weights.copy_(torch.softmax(torch.cat((piece.scores, sink), dim=-1), dim=-1)[..., :-1])
+
+
+def _plan_pieces(context: StepContext, heads: int, window: int | None) -> list[Piece]:
+    """Cut every span on the tile grid, and further where a product would have too many scores."""
+    kv_heads = context.kv.layout.num_kv_heads
+    pieces = []
     for span_index, span in enumerate(context.spans):
-        # [2, kv_heads, keys, head_dim]
-        gathered = layer_pool.index_select(2, span.block_table).flatten(2, 3)
-        if span.end < gathered.shape[2]:
-            gathered[:, :, span.end :] = 0
-        for first, last in _cut_rows(span, heads=query.shape[1]):
-            rows = slice(span.row + first - span.start, span.row + last - span.start)
+        first = span.start
+        while first < span.end:
             tile_end = (first // TILE + 1) * TILE
-            mask = tile_attention.mask(context, span_index, first, last)
-            output[rows] = tile_attention.attend(
-                query[0, :, rows], gathered[0, :, :tile_end], gathered[1, :, :tile_end], mask, context.scratch
+            last = min(span.end, tile_end, first + max(1, SCORES_ELEMENTS_MAX // (heads * tile_end)))
+            mask = _mask(context, first, last, heads // kv_heads, window)
+            shape = (kv_heads, *mask.shape)
+            pieces.append(
+                Piece(
+                    span_index=span_index,
+                    rows=slice(span.row + first - span.start, span.row + last - span.start),
+                    tile_end=tile_end,
+                    mask=mask,
+                    scores=context.scratch.take("scores", shape, context.kv.pool),
+                    weights=context.scratch.take("weights", shape, context.kv.pool),
+                )
             )
-    return output.unsqueeze(0), None
+            first = last
+    return pieces
 
 
-def _cut_rows(span: SequenceSpan, *, heads: int) -> Iterator[tuple[int, int]]:
-    """Cut a span's positions into [first, last) ranges, none across the tile grid, none with too many scores."""
-    first = span.start
-    while first < span.end:
-        tile_end = (first // TILE + 1) * TILE
-        rows_max = max(HEAD_ROWS, SCORES_ELEMENTS_MAX // (heads * tile_end))
-        last = min(span.end, tile_end, first + rows_max)
-        yield first, last
-        first = last
-
-
-@dataclass(frozen=True, slots=True)
-class _TileAttention:
-    """The arithmetic of one layer: how queries of one tile attend to the keys up to the tile's end."""
-
-    scale: float
-    group: int  # query heads for each KV head
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None  # [heads]
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scratch: Scratch
-    ) -> torch.Tensor:
-        """query [heads, rows, head_dim]; keys, values [kv_heads, keys, head_dim]; mask [packed rows, keys].
-
-        Returns [rows, heads, head_dim].
-        """
-        heads, num_rows, head_dim = query.shape
-        kv_heads = keys.shape[0]
-        # [kv_heads, group * rows, head_dim], then padded
-        packed = query.reshape(kv_heads, self.group * num_rows, head_dim)
-        packed = pad(packed, (0, 0, 0, mask.shape[0] - packed.shape[1]))
-        shape = (kv_heads, mask.shape[0], keys.shape[1])
-        scores = scratch.take("scores", shape, query)
-        if self.softcap is None:
-            torch.baddbmm(mask, packed, keys.transpose(1, 2), alpha=self.scale, out=scores)
-        else:
-            torch.bmm(packed, keys.transpose(1, 2), out=scores)
-            scores.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap).add_(mask)
-        weights = scratch.take("weights", shape, query)
-        if self.sinks is None:
-            torch.softmax(scores, dim=-1, out=weights)
-        else:
-            sink = self.sinks.to(scores.dtype).view(kv_heads, self.group, 1).expand(-1, -1, num_rows)
-            sink = pad(sink.reshape(kv_heads, -1, 1), (0, 0, 0, shape[1] - self.group * num_rows))
-            weights.copy_(torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1])
-        attended = torch.bmm(weights, values)[:, : self.group * num_rows]
-        return attended.reshape(heads, num_rows, head_dim).transpose(0, 1)
-
-    def mask(self, context: StepContext, span_index: int, first: int, last: int) -> torch.Tensor:
-        """[packed rows, keys] of 0 and -inf, added to the scores; made once a step for all layers of one window."""
-        key = (span_index, first, self.window)
-        made = context.masks.get(key)
-        if made is None:
-            device = context.slots.device
-            queries = torch.arange(first, last, device=device).unsqueeze(1)
-            keys = torch.arange((first // TILE + 1) * TILE, device=device).unsqueeze(0)
-            hidden = keys > queries
-            if self.window is not None:
-                hidden |= keys <= queries - self.window
-            hidden = hidden.repeat(self.group, 1)
-            hidden = pad(hidden, (0, 0, 0, -hidden.shape[0] % HEAD_ROWS))
-            made = torch.zeros(hidden.shape, dtype=context.kv.pool.dtype, device=device).masked_fill_(
-                hidden, -torch.inf
-            )
-            context.masks[key] = made
-        return made
+def _mask(context: StepContext, first: int, last: int, group: int, window: int | None) -> torch.Tensor:
+    """[(last - first) * group, padded; tile end]: 0 where a query may see a key, -inf where it may not."""
+    device = context.slots.device
+    queries = torch.arange(first, last, device=device).repeat_interleave(group).unsqueeze(1)
+    keys = torch.arange((first // TILE + 1) * TILE, device=device).unsqueeze(0)
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    hidden = pad(hidden, (0, 0, 0, -hidden.shape[0] % HEAD_ROWS))
+    return torch.zeros(hidden.shape, dtype=context.kv.pool.dtype, device=device).masked_fill_(hidden, -torch.inf)

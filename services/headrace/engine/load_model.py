@@ -3,19 +3,42 @@
 This file owns the order of loading and what each refusal says. It knows nothing of requests or stores.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from headrace.config import EngineSettings, ModelSettings
+from headrace.config import DEFAULT_MODEL, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
-from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, attending, register_attention
+from headrace.core.errors import ConfigInvalid, ModelRefused
+from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
+from headrace.engine.compare_forward import compare_forward
+from headrace.engine.convert_gguf import prepare_default_model
+from headrace.engine.model_digests import (
+    position_digest,
+    read_check,
+    tokenizer_digest,
+    weights_digest,
+    write_check,
+)
+from headrace.engine.model_families import MIXTURE_OF_EXPERTS, check_family
 from headrace.engine.model_runner import ModelRunner
-from headrace.engine.paged_kv import PagedKV
+from headrace.engine.numerics_probe import ROW_MULTIPLES, find_row_multiple, probe_numerics, probe_runner
+from headrace.engine.packed_linear import pack_linears
+from headrace.engine.paged_kv import TORCH_DTYPES, PagedKV
+from headrace.engine.probe_shapes import probe_shapes
+
+TORCH_THREADS_MAX = 4  # what `torch_threads: 0` means at most; more workers on a host serve it better than more threads
+CODE_FILES = ("attention", "compare_forward", "model_runner", "numerics_probe", "packed_linear", "paged_kv")
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +61,226 @@ def load_model(
     *,
     trust_group: str,
     hash_algorithm: HashAlgorithm,
-    report: Callable[[str], None],
+    report: Report,
 ) -> LoadedModel:
-    """Load the model that the settings name, or raise ModelRefused with the reason and the remedy."""
+    """Load the model that the settings name.
+
+    Sets torch's thread count for the calling thread. `report` gets lines for people: what takes long, and whether
+    exactness holds. Raises ModelRefused (what is wrong with the model, and the remedy) or ConfigInvalid.
+    """
+    name, path = find_model(settings, report=report)
+    config = _read_config(name, path)
+    check_family(name, config)
+    context_tokens_max = _context_tokens_max(config, engine)
+    threads = settings.torch_threads or min(TORCH_THREADS_MAX, len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
+    cache_dir = model_cache_dir(settings)
+    weights = weights_digest(path, cache_dir)
     register_attention()
-    path = Path(settings.model)
-    config = AutoConfig.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=ATTENTION_NAME).eval()
-    probe = ShapeProbe()
-    with attending(probe), torch.inference_mode():
-        model(input_ids=torch.tensor([[0, 1]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
-    kv_heads, head_dim, _ = probe.shapes[0]
-    layout = KvLayout(
-        dtype=str(model.dtype).removeprefix("torch."),
-        num_layers=len(probe.shapes),
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_tokens=engine.block_tokens,
-    )
-    kv = PagedKV(layout, engine.pool_tokens // engine.block_tokens)
-    generation = path / "generation_config.json"
-    eos = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else config.eos_token_id
-    namespace = Namespace(
-        model_id=path.name,
-        weights_digest="",
-        tokenizer_digest="",
-        adapter_digest="",
-        layout=layout,
-        position_digest="",
-        numerics_probe="",
-        hash_algorithm=hash_algorithm,
-        trust_group=trust_group,
-    )
-    return LoadedModel(
-        name=path.name,
+    model = _read_weights(name, path, settings)
+    shapes = probe_shapes(model)
+    layout = _kv_layout(name, model, shapes, engine.block_tokens)
+    if model.device.type == "cpu":
+        pack_linears(model)
+    numerics = _check_numerics(
+        settings,
+        name=name,
         path=path,
-        runner=ModelRunner(model, kv, row_multiple=8, threads=0),
-        kv=kv,
-        namespace=namespace,
-        context_tokens_max=engine.context_tokens_max or config.max_position_embeddings,
-        eos_token_ids=frozenset(eos if isinstance(eos, list) else [eos] if eos is not None else []),
-        exact=True,
+        config=config,
+        model=model,
+        layout=layout,
+        threads=threads,
+        weights=weights,
+        report=report,
     )
+    try:
+        kv = PagedKV(layout, engine.pool_tokens // engine.block_tokens, device=model.device)
+    except (RuntimeError, MemoryError) as error:
+        wanted_mb = engine.pool_tokens * layout.token_bytes >> 20
+        raise ConfigInvalid("pool_tokens", f"a pool of {wanted_mb} MiB cannot be had ({error}); choose less") from error
+    return LoadedModel(
+        name=name,
+        path=path,
+        runner=ModelRunner(model, kv, row_multiple=numerics.row_multiple, threads=threads),
+        kv=kv,
+        namespace=Namespace(
+            model_id=name,
+            weights_digest=weights,
+            tokenizer_digest=tokenizer_digest(path),
+            adapter_digest="",
+            layout=layout,
+            position_digest=position_digest(config, shapes.windows),
+            numerics_probe=numerics.digest if numerics.exact else "",
+            hash_algorithm=hash_algorithm,
+            trust_group=trust_group,
+        ),
+        context_tokens_max=context_tokens_max,
+        eos_token_ids=_eos_token_ids(path, config),
+        exact=numerics.exact,
+    )
+
+
+def model_cache_dir(settings: ModelSettings) -> Path:
+    """Where converted weights and check results are kept."""
+    return Path(settings.model_cache_dir or "~/.cache/headrace/models").expanduser()
+
+
+def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:
+    """The model's name and directory: the built-in one (made on first use), a local directory, or a hub download."""
+    if settings.model == DEFAULT_MODEL:
+        return DEFAULT_MODEL, prepare_default_model(model_cache_dir(settings), report=report)
+    local = Path(settings.model).expanduser()
+    if local.is_dir():
+        return local.resolve().name, local
+    if settings.model.startswith((".", "/", "~")):
+        raise ModelRefused(settings.model, "there is no such directory")
+    report(f"fetching {settings.model} from the hub (or its local cache)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return settings.model, Path(snapshot_download(settings.model, allow_patterns=wanted))
+    except (OSError, HFValidationError) as error:  # hub and network errors are OSErrors
+        raise ModelRefused(
+            settings.model,
+            f"it is no local directory, and the hub did not give it ({type(error).__name__}: {error}); check the name and "
+            "the network, or give a directory",
+        ) from error
+
+
+def _read_config(name: str, path: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelRefused(name, f"its config.json cannot be used: {error}") from error
+
+
+def _context_tokens_max(config: PretrainedConfig, engine: EngineSettings) -> int:
+    model_limit = int(config.max_position_embeddings)
+    limit = min(model_limit, engine.context_tokens_max or model_limit)
+    if engine.block_tokens > limit:
+        raise ConfigInvalid("block_tokens", f"{engine.block_tokens} exceeds the model's context of {limit} tokens")
+    return limit
+
+
+def _read_weights(name: str, path: Path, settings: ModelSettings) -> PreTrainedModel:
+    """The model in evaluation mode on its device, with paged attention."""
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigInvalid("device", "no CUDA device is present; use auto or cpu")
+    dtype: Any = "auto" if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelRefused(name, f"its weights cannot be loaded: {error}") from error
+    return model.eval().to(device)
+
+
+def _kv_layout(name: str, model: PreTrainedModel, shapes: ShapeProbe, block_tokens: int) -> KvLayout:
+    """The block layout from what the layers made; every layer must make the same."""
+    if sorted(shapes.shapes) != list(range(model.config.num_hidden_layers)) or not shapes.causal:
+        raise ModelRefused(name, "not every layer is causal attention through transformers' attention interface")
+    if len(set(shapes.shapes.values())) != 1:
+        raise ModelRefused(name, f"its layers differ in KV heads or head size: {sorted(set(shapes.shapes.values()))}")
+    kv_heads, key_dim, value_dim = shapes.shapes[0]
+    if key_dim != value_dim:
+        raise ModelRefused(name, f"its keys have {key_dim} elements and its values {value_dim}; a block holds one size")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in TORCH_DTYPES:
+        raise ModelRefused(name, f"number format {dtype} is not served; set dtype to {', '.join(TORCH_DTYPES)}")
+    return KvLayout(dtype, len(shapes.shapes), kv_heads, key_dim, block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numerics:
+    """What the self-tests found: how rows are padded, whether bits are then fixed, and the probe prompt's digest."""
+
+    row_multiple: int
+    exact: bool
+    digest: str
+
+
+def _check_numerics(
+    settings: ModelSettings,
+    *,
+    name: str,
+    path: Path,
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    layout: KvLayout,
+    threads: int,
+    weights: str,
+    report: Report,
+) -> _Numerics:
+    """Run the self-tests, or take over what they found before for the same weights, code, libraries and processor.
+
+    A remembered outcome counts only while the probe prompt still gives the remembered bytes.
+    """
+    cache_dir = model_cache_dir(settings)
+    key = {
+        "what": "numerics",
+        "weights": weights,
+        "config": config.to_dict(),
+        "layout": layout.shape,
+        "dtype": layout.dtype,
+        "device": model.device.type,
+        "threads": threads,
+        "exact": settings.exact,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": _processor(),
+        "code": _code_digest(),
+    }
+
+    def probe(row_multiple: int) -> str:
+        return probe_numerics(probe_runner(model, layout, row_multiple=row_multiple, threads=threads))
+
+    known = read_check(cache_dir, key)
+    if known is not None and probe(known["row_multiple"]) == known["digest"]:
+        found = _Numerics(**known)
+        if settings.exact and not found.exact:
+            report(f"{name}: {_why_not_exact(config, model)}; exact mode is off")
+        return found
+    report(f"{name}: checking paged attention against the model's own, and that bits do not depend on the batch")
+    compare_forward(name, path, config)
+    multiple = None
+    if settings.exact and config.model_type not in MIXTURE_OF_EXPERTS and model.device.type == "cpu":
+        multiple = find_row_multiple(model, layout, threads=threads)
+    if settings.exact and multiple is None:
+        report(f"{name}: {_why_not_exact(config, model)}; exact mode is off")
+    # Few rows cost no more than a padded four, on CPU; see packed_linear.py.
+    row_multiple = multiple or (ROW_MULTIPLES[0] if model.device.type == "cpu" else 1)
+    found = _Numerics(row_multiple=row_multiple, exact=multiple is not None, digest=probe(row_multiple))
+    write_check(cache_dir, key, {"row_multiple": found.row_multiple, "exact": found.exact, "digest": found.digest})
+    return found
+
+
+def _why_not_exact(config: PretrainedConfig, model: PreTrainedModel) -> str:
+    if config.model_type in MIXTURE_OF_EXPERTS:
+        return "which rows an expert sees depends on the batch (mixture of experts)"
+    if model.device.type != "cpu":
+        return "exactness is claimed on CPU only"
+    return "the bitwise self-test failed on this processor with this build of torch"
+
+
+def _eos_token_ids(path: Path, config: PretrainedConfig) -> frozenset[int]:
+    """generation_config.json's end tokens, else config.json's."""
+    file = path / "generation_config.json"
+    found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    if found is None:
+        found = config.eos_token_id
+    return frozenset(found if isinstance(found, list) else () if found is None else (found,))
+
+
+def _processor() -> str:
+    """What decides which kernels run: the processor's name and instruction sets."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return hashlib.sha256("\n".join([torch.backends.cpu.get_cpu_capability(), *named]).encode()).hexdigest()[:32]
+
+
+def _code_digest() -> str:
+    """Digest of the files whose change may change bits or their check."""
+    files = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE_FILES]
+    return hashlib.sha256(b"\0".join(files)).hexdigest()[:32]

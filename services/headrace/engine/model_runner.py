@@ -6,12 +6,19 @@ asks for. It knows nothing of requests, sampling or who owns a block; the caller
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.engine.attention import TILE, Scratch, SequenceSpan, StepContext, attending
+from headrace.engine.packed_linear import PackedLinear
 from headrace.engine.paged_kv import PagedKV
+
+# Multiplications in the middle-sized linear layer of a step below which one thread does the step: 16 M take about 0.2 ms
+# on one core, where waking a second thread and waiting for it takes 0.05 to 0.2 ms.
+PARALLEL_WORK_MIN = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,12 @@ class ModelRunner:
         self.row_multiple = row_multiple
         self.threads = threads
         self._scratch = Scratch()
+        sizes = [
+            module.in_features * module.out_features
+            for module in model.modules()
+            if isinstance(module, nn.Linear | PackedLinear)
+        ]
+        self._linear_weights = median(sizes) if sizes else PARALLEL_WORK_MIN
 
     @torch.inference_mode()
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
@@ -48,14 +61,13 @@ class ModelRunner:
         """
         assert steps
         assert all(step.token_ids for step in steps)
-        if self.threads and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)  # the OpenMP setting belongs to the calling thread
         token_ids = [token for step in steps for token in step.token_ids]
         positions = [p for step in steps for p in range(step.start, step.start + len(step.token_ids))]
         context = self._lay_out(steps)
         wanted = [
             span.row + span.num_rows - 1 for step, span in zip(steps, context.spans, strict=True) if step.wants_logits
         ]
+        self.use_threads(len(token_ids))
         device = self.kv.device
         with attending(context):
             # Padding rows are token 0 at position 0: finite, and nothing reads what comes of them.
@@ -66,6 +78,16 @@ class ModelRunner:
                 logits_to_keep=torch.tensor(self._padded(wanted or [0]), device=device),
             )
         return output.logits[0, : len(wanted)].float().cpu()
+
+    def use_threads(self, num_rows: int) -> None:
+        """Set torch's thread count, which belongs to the calling thread, for a step of so many rows.
+
+        Small steps (decoding with a small model) run on one thread: waking the others costs about what they save when
+        cores are idle, and many times that when another process has the core.
+        """
+        threads = self.threads if num_rows * self._linear_weights >= PARALLEL_WORK_MIN else 1
+        if self.threads and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
     def _padded(self, rows: list[int]) -> list[int]:
         return rows + [0] * (-len(rows) % self.row_multiple)

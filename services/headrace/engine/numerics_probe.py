@@ -1,0 +1,138 @@
+"""Are the bits the same whoever computes them? Tested on the real weights, and named by a digest.
+
+This file owns the bitwise self-test that chooses how rows are padded, and the digest of a fixed prompt's KV bytes that
+goes into the namespace: machines whose numerics differ then do not share blocks. It says nothing about whether the
+numbers are right (`compare_forward.py` does).
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace.core.block import KvLayout
+from headrace.engine.attention import TILE
+from headrace.engine.model_runner import ModelRunner, SequenceStep
+from headrace.engine.packed_linear import PackedLinear
+from headrace.engine.paged_kv import PagedKV
+
+PROBE_TOKENS = TILE + 56  # crosses the tile grid, and is not a multiple of any row multiple below 8
+STRANGER_TOKENS = 61
+
+# Row multiples to try, cheapest first: 4 is enough for bfloat16 and for packed float32 where this was measured, plain
+# float32 on two threads needed 8.
+ROW_MULTIPLES = (4, 8, 16)
+
+# Numbers of rows, in row multiples, that each linear layer is tried with.
+LINEAR_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 25)
+
+
+def probe_runner(model: PreTrainedModel, layout: KvLayout, *, row_multiple: int, threads: int) -> ModelRunner:
+    """A runner over a small pool of its own, for the probes."""
+    num_blocks = -(-PROBE_TOKENS // layout.block_tokens) + 2 * -(-(STRANGER_TOKENS + 8) // layout.block_tokens)
+    kv = PagedKV(layout, num_blocks, device=model.device)
+    return ModelRunner(model, kv, row_multiple=row_multiple, threads=threads)
+
+
+def find_row_multiple(model: PreTrainedModel, layout: KvLayout, *, threads: int) -> int | None:
+    """The smallest row multiple under which no bit depends on chunking or batch; None when none of them does it."""
+    for row_multiple in ROW_MULTIPLES:
+        runner = probe_runner(model, layout, row_multiple=row_multiple, threads=threads)
+        if _linears_agree(runner) and _runs_agree(runner):
+            return row_multiple
+    return None
+
+
+def probe_numerics(runner: ModelRunner) -> str:
+    """Digest of the KV bytes of the probe prompt, computed in one piece; 32 hex digits.
+
+    Independent of the block size: the bytes are digested in token order. Uses the runner's blocks 0.. as scratch.
+    """
+    prompt = _tokens(PROBE_TOKENS, runner, salt=1)
+    table = list(range(-(-len(prompt) // runner.kv.layout.block_tokens)))
+    runner.run_step([SequenceStep(prompt, 0, table, False)])
+    return hashlib.sha256(_kv_bytes(runner, table, len(prompt))).hexdigest()[:32]
+
+
+def _runs_agree(runner: ModelRunner) -> bool:
+    """One prompt in one piece, in ragged pieces and single rows, and among strangers: equal KV bytes and logits."""
+    block_tokens = runner.kv.layout.block_tokens
+    prompt = _tokens(PROBE_TOKENS, runner, salt=1)
+    strangers = [_tokens(STRANGER_TOKENS, runner, salt=salt) for salt in (2, 3)]
+    tables, used = [], 0
+    for length in (PROBE_TOKENS, STRANGER_TOKENS + 8, STRANGER_TOKENS + 8):
+        blocks = -(-length // block_tokens)
+        tables.append(list(range(used, used + blocks)))
+        used += blocks
+    table = tables[0][::-1]
+
+    def piece(first: int, last: int) -> SequenceStep:
+        return SequenceStep(prompt[first:last], first, table, True)
+
+    def stranger(which: int, first: int, last: int) -> SequenceStep:
+        return SequenceStep(strangers[which][first:last], first, tables[1 + which], True)
+
+    middle, end = TILE + 1, PROBE_TOKENS
+    whole = runner.run_step([piece(0, end)])[0]
+    whole_kv = _kv_bytes(runner, table, end)
+    alone = runner.run_step([stranger(0, 0, 30)])[0]
+
+    cuts = (0, 77, TILE, middle, middle + 1, middle + 6, end - 1, end)
+    ragged = [runner.run_step([piece(a, b)])[0] for a, b in zip(cuts, cuts[1:], strict=False)]
+    if _kv_bytes(runner, table, end) != whole_kv or not torch.equal(ragged[-1], whole):
+        return False
+
+    first = runner.run_step([stranger(0, 0, 30), piece(0, TILE)])
+    second = runner.run_step([piece(TILE, middle), stranger(0, 30, 31), stranger(1, 0, STRANGER_TOKENS)])
+    third = runner.run_step([stranger(0, 31, 32), piece(middle, end)])
+    return (
+        _kv_bytes(runner, table, end) == whole_kv
+        and torch.equal(first[0], alone)
+        and torch.equal(first[1], ragged[1])
+        and torch.equal(second[0], ragged[2])
+        and torch.equal(third[1], whole)
+    )
+
+
+@torch.inference_mode()
+def _linears_agree(runner: ModelRunner) -> bool:
+    """Each shape of linear layer: a row's bits are the same among few rows as among many."""
+    for linear in _distinct_linears(runner.model):
+        rows_max = LINEAR_ROWS[-1] * runner.row_multiple
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn((1, rows_max, linear.in_features), generator=generator)
+        rows = rows.to(device=runner.model.device, dtype=runner.model.dtype)
+        runner.use_threads(rows_max)
+        reference = linear(rows)
+        for multiples in LINEAR_ROWS:
+            count = multiples * runner.row_multiple
+            runner.use_threads(count)
+            if not torch.equal(linear(rows[:, -count:]), reference[:, -count:]):
+                return False
+    return True
+
+
+def _distinct_linears(model: nn.Module) -> Iterator[nn.Linear | PackedLinear]:
+    """One linear layer of each shape."""
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | PackedLinear):
+            shape = (type(module), module.in_features, module.out_features)
+            if shape not in seen:
+                seen.add(shape)
+                yield module
+
+
+def _kv_bytes(runner: ModelRunner, table: Sequence[int], num_tokens: int) -> bytes:
+    """A sequence's KV in token order, `[num_layers, 2, num_kv_heads, num_tokens, head_dim]`."""
+    blocks = torch.tensor(table, device=runner.kv.device)
+    in_order = runner.kv.pool.index_select(3, blocks).flatten(3, 4)[:, :, :, :num_tokens]
+    return in_order.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _tokens(count: int, runner: ModelRunner, *, salt: int) -> tuple[int, ...]:
+    """Fixed token ids, spread over the vocabulary."""
+    vocab_size = runner.model.config.vocab_size
+    return tuple((7_919 * (index + 1) * salt + index * index) % vocab_size for index in range(count))
