@@ -1,0 +1,164 @@
+"""The bits of a row's logits and KV do not depend on chunking, batch, block size, or where the prefix came from."""
+
+import random
+
+import pytest
+import torch
+from tests.unit.engine_model.tiny_models import VOCAB_SIZE, make_model
+
+from headrace.core.block import KvLayout, payload_digest
+from headrace.engine.attention import ATTENTION_NAME, register_attention
+from headrace.engine.model_runner import ModelRunner, SequenceStep
+from headrace.engine.numerics_probe import find_row_multiple, probe_numerics, probe_runner
+from headrace.engine.packed_linear import pack_linears
+from headrace.engine.paged_kv import PagedKV
+from headrace.engine.probe_shapes import probe_shapes
+
+POOL_TOKENS = 1_600
+
+
+def make_exact_model(case="llama", dtype=torch.float32, *, packed=True):
+    register_attention()
+    model = make_model(case, dtype=dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    if packed:
+        pack_linears(model)
+    return model
+
+
+def make_layout(model, block_tokens):
+    probe = probe_shapes(model)
+    kv_heads, head_dim, _ = probe.shapes[0]
+    return KvLayout(str(model.dtype)[6:], len(probe.shapes), kv_heads, head_dim, block_tokens)
+
+
+def make_runner(model, block_tokens, *, row_multiple=4):
+    layout = make_layout(model, block_tokens)
+    return ModelRunner(model, PagedKV(layout, POOL_TOKENS // block_tokens), row_multiple=row_multiple, threads=0)
+
+
+def block_bytes(runner, block_id):
+    payload = bytearray(runner.kv.layout.block_bytes)
+    digest = runner.kv.read_block(block_id, memoryview(payload))
+    assert digest == payload_digest(payload)
+    return bytes(payload)
+
+
+def token_kv(runner, table, num_tokens):
+    """KV of a sequence's tokens in order, whatever the block size: [layers, 2, heads, tokens, head_dim]."""
+    return runner.kv.pool.index_select(3, torch.tensor(table)).flatten(3, 4)[:, :, :, :num_tokens]
+
+
+class Reference:
+    """Every answer from scratch: one sequence alone, in one piece, in a pool of its own."""
+
+    def __init__(self, model, block_tokens, *, row_multiple=4):
+        self.runner = make_runner(model, block_tokens, row_multiple=row_multiple)
+        self.table = list(range(self.runner.kv.num_blocks))
+
+    def compute(self, tokens):
+        """Logits of the last token; the pool then holds the tokens' KV in blocks 0.. in order."""
+        self.runner.kv.pool.zero_()
+        return self.runner.run_step([SequenceStep(tuple(tokens), 0, self.table, True)])[0]
+
+
+def count_differences(model, seed, *, block_tokens, row_multiple=4):
+    """One random scenario; returns (differing logits rows, differing KV, rows compared).
+
+    Up to four sequences start from scratch or from blocks copied out of the reference's pool, advance in random chunks
+    (often of one row) in random company, in shuffled blocks that held NaN before.
+    """
+    dice = random.Random(seed)
+    reference = Reference(model, block_tokens, row_multiple=row_multiple)
+    runner = make_runner(model, block_tokens, row_multiple=row_multiple)
+    runner.kv.pool.fill_(torch.nan)
+    free = list(range(runner.kv.num_blocks))
+    dice.shuffle(free)
+    sequences = []
+    for _ in range(dice.randint(1, 4)):
+        tokens = tuple(dice.randrange(VOCAB_SIZE) for _ in range(dice.choice((1, 5, 40, 129, 300))))
+        table = [free.pop() for _ in range(-(-len(tokens) // block_tokens))]
+        restored = dice.randint(0, (len(tokens) - 1) // block_tokens)
+        reference.compute(tokens)
+        for index in range(restored):
+            payload = block_bytes(reference.runner, index)
+            assert runner.kv.write_block(table[index], memoryview(payload)) == payload_digest(payload)
+        sequences.append([tokens, table, restored * block_tokens])
+    bad_logits = bad_kv = compared = 0
+    while any(done < len(tokens) for tokens, _, done in sequences):
+        steps, checks = [], []
+        for sequence in sequences:
+            tokens, table, done = sequence
+            if done == len(tokens) or dice.random() < 0.3:
+                continue
+            last = min(len(tokens), done + dice.choice((1, 1, 2, 3, 17, 64, 128, 250)))
+            steps.append(SequenceStep(tokens[done:last], done, table, dice.random() < 0.6))
+            checks.append(tokens[:last])
+            sequence[2] = last
+        if not steps:
+            continue
+        wanted = [check for check, step in zip(checks, steps, strict=True) if step.wants_logits]
+        for logits, check in zip(runner.run_step(steps), wanted, strict=True):
+            bad_logits += not torch.equal(logits, reference.compute(check))
+            compared += 1
+    for tokens, table, _ in sequences:
+        reference.compute(tokens)
+        expected = token_kv(reference.runner, reference.table, len(tokens))
+        bad_kv += not torch.equal(token_kv(runner, table, len(tokens)), expected)
+    return bad_logits, bad_kv, compared
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("block_tokens", [1, 7, 16, 64])
+def test_bits_do_not_depend_on_chunks_company_or_where_the_prefix_came_from(dtype, packed, block_tokens):
+    """Fails at once when padding, the tile grid or the zeroed tail is dropped from the code."""
+    model = make_exact_model(dtype=dtype, packed=packed)
+    found = [count_differences(model, seed, block_tokens=block_tokens) for seed in range(4)]
+    assert sum(compared for *_, compared in found) >= 5
+    assert [(bad_logits, bad_kv) for bad_logits, bad_kv, _ in found] == [(0, 0)] * len(found)
+
+
+@pytest.mark.parametrize("case", ["gemma3_text", "qwen3", "gpt2", "opt", "phi"])
+def test_bits_do_not_depend_on_chunks_in_other_architectures(case):
+    """Windows, softcap-free norms, Conv1D layers and absolute positions keep the rule too."""
+    model = make_exact_model(case, torch.bfloat16)
+    found = [count_differences(model, seed, block_tokens=16) for seed in range(2)]
+    assert [(bad_logits, bad_kv) for bad_logits, bad_kv, _ in found] == [(0, 0)] * len(found)
+
+
+def test_without_row_padding_the_same_check_finds_differences():
+    """The control: the check above can fail. Plain float32 rows take another kernel when there are fewer than four."""
+    model = make_exact_model(dtype=torch.float32, packed=False)
+    found = [count_differences(model, seed, block_tokens=16, row_multiple=1) for seed in range(4)]
+    assert sum(bad_logits + bad_kv for bad_logits, bad_kv, _ in found) > 0
+
+
+def test_the_self_test_at_load_finds_a_row_multiple_for_good_numerics():
+    model = make_exact_model(dtype=torch.bfloat16)
+    assert find_row_multiple(model, make_layout(model, 16), threads=1) in (4, 8, 16)
+
+
+def test_the_self_test_at_load_refuses_numerics_that_depend_on_the_batch():
+    """A layer whose result depends on how many rows it sees cannot be made exact by padding."""
+    model = make_exact_model(dtype=torch.float32)
+
+    class DependsOnRows(torch.nn.Module):
+        def forward(self, rows):
+            return torch.nn.functional.silu(rows) * (1 + 1e-6 * rows.shape[1])
+
+    model.model.layers[0].mlp.act_fn = DependsOnRows()
+    assert find_row_multiple(model, make_layout(model, 16), threads=1) is None
+
+
+def test_the_probe_digest_names_the_numbers_and_not_the_block_size():
+    model = make_exact_model(dtype=torch.bfloat16)
+
+    def digest(block_tokens):
+        return probe_numerics(probe_runner(model, make_layout(model, block_tokens), row_multiple=4, threads=1))
+
+    before = digest(16)
+    assert before == digest(16) == digest(64) == digest(7)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(1.01)
+    assert digest(16) != before
