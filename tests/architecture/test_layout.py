@@ -74,7 +74,7 @@ def test_names_say_what_a_file_is(path: Path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
 def test_no_module_is_unreferenced(path: Path):
-    """Fails for a file that nothing imports, runs or names. A port's second implementation may be used by tests only."""
+    """Fails for a file that nothing imports, runs or names; a port's in-memory twin may be used by tests only."""
     if path.name in ("__init__.py", "__main__.py"):
         pytest.skip("a package")
     if path.stem.startswith("memory_"):
