@@ -335,6 +335,7 @@ def _replace(path: Path, old_fd: int, total_bytes: int) -> int:
         os.posix_fallocate(fd, 0, _data_offset(_data_units(total_bytes)))
         with mmap.mmap(fd, total_bytes) as memory:
             _format(memory, total_bytes)
+            struct.pack_into("<Q", memory, _INCARNATION_AT, _last_incarnation(old_fd, path.name))
         os.rename(scratch, path)
     except BaseException:
         os.close(fd)
@@ -342,6 +343,20 @@ def _replace(path: Path, old_fd: int, total_bytes: int) -> int:
         raise
     os.close(old_fd)
     return fd
+
+
+def _last_incarnation(fd: int, name: str) -> int:
+    """The incarnation of the arena that is being replaced, so that numbers rise across it; 0 when it is none."""
+    size = os.fstat(fd).st_size
+    if size < UNIT_BYTES:
+        return 0
+    try:
+        old = ArenaView(mmap.mmap(fd, size), name)
+    except StoreUnavailable:
+        return 0
+    incarnation = old.incarnation
+    old.close()
+    return incarnation
 
 
 def _format(memory: mmap.mmap, total_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Small makers that store tests import: a clock that is moved by hand, headers of a tiny layout, chains, and payloads."""
+"""Small makers that store tests import: a clock moved by hand, headers of a tiny layout, chains, payloads, a node."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,0 +1,260 @@
+"""Store nodes over real gRPC and real shared memory, in this process, with the node's books in view."""
+
+import asyncio
+import sys
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from store_calls_kit import deadline, publish, read
+from store_kit import LAYOUT, make_header, make_prompt, payload_of
+
+from headrace.core.block import payload_digest
+from headrace.core.errors import BlockCorrupt, LeaseExpired, StoreUnavailable
+from headrace.core.limits import FETCH_CHUNK_BYTES
+from headrace.core.ports import AlreadyStored, NotStored, Reservation
+from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, block_store_pb2, block_store_pb2_grpc
+
+# One block of this layout is longer than a chunk, and no multiple of one.
+LONG = replace(LAYOUT, num_layers=FETCH_CHUNK_BYTES // LAYOUT.block_bytes + 3)
+WRITER = """
+import asyncio, sys
+sys.path.insert(0, {kit!r})
+from store_calls_kit import *
+from store_kit import *
+from headrace.transfer.channels import Channels
+from headrace.transfer.shared_memory import SharedMemoryStore
+from headrace.core.members import StoreNodeRecord
+async def main():
+    store = SharedMemoryStore({record!r}, Channels(), CLOCK)
+    await publish(store, make_prompt(1, 3), [0])
+    first, second = await store.reserve([make_header(make_prompt(1, 3), i) for i in (1, 2)], deadline=deadline())
+    first.buffer[:100] = bytes(100)
+    print("half way", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+async def test_a_block_published_either_way_is_read_byte_equal_either_way(nodes) -> None:
+    async with nodes.inside() as service:
+        shared, remote = nodes.shared_memory(service.record), nodes.grpc(service.record)
+        by_memory, by_grpc = make_prompt(1, 4), make_prompt(2, 4)
+        assert await publish(shared, by_memory, range(4)) == 4
+        assert await publish(remote, by_grpc, range(4)) == 4
+        for prompt in (by_memory, by_grpc):
+            expected = [payload_of(make_header(prompt, i)) for i in range(4)]
+            assert await read(shared, prompt) == await read(remote, prompt) == expected
+        assert await read(remote, by_memory, first_block=3) == [payload_of(make_header(by_memory, 3))]
+        service.node.check_integrity()
+        assert service.node.stat().leased_blocks == 0
+
+
+async def test_blocks_longer_than_a_chunk_arrive_whole(tmp_path: Path, nodes) -> None:
+    node = await nodes.start(arena_mb=16)
+    remote, prompt = nodes.grpc(node.record), make_prompt(1, 2)
+    assert await publish(remote, prompt, range(2), LONG) == 2
+    assert await read(remote, prompt) == [payload_of(make_header(prompt, i, LONG)) for i in range(2)]
+
+
+async def test_views_stay_good_while_later_blocks_arrive(nodes) -> None:
+    """Fails when blocks are gathered in one reused buffer: readers copy behind the stream."""
+    node = await nodes.start(arena_mb=16)
+    remote, prompt = nodes.grpc(node.record), make_prompt(1, 3)
+    await publish(remote, prompt, range(3), LONG)
+    lease = await remote.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+    views = [view async for view in remote.fetch_blocks(lease, deadline=deadline())]
+    assert [payload_digest(view) for view in views] == [header.payload_xxh3 for header in lease.headers]
+
+
+async def test_a_writer_killed_in_the_middle_of_filling_leaves_no_half_block_and_no_slot(nodes) -> None:
+    async with nodes.inside(reservation_ttl_ms=500) as service:
+        kit = str(Path(__file__).parents[2] / "unit" / "store")
+        code = WRITER.format(kit=kit, record=service.record)
+        writer = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        assert writer.stdout is not None
+        assert await asyncio.wait_for(writer.stdout.readline(), 20) == b"half way\n"
+        writer.kill()
+        await writer.wait()
+        prompt, remote = make_prompt(1, 3), nodes.grpc(service.record)
+        assert service.node.stat().reserved_blocks == 2
+        assert len(await read(remote, prompt)) == 1
+        await asyncio.sleep(1.1)
+        stat = service.node.stat()
+        assert (stat.reserved_blocks, stat.committed_blocks) == (0, 1)
+        service.node.check_integrity()
+        assert await publish(remote, prompt, range(3)) == 2
+
+
+async def test_bytes_that_change_in_the_arena_are_seen_by_readers_and_dropped_on_their_word(nodes) -> None:
+    async with nodes.inside() as service:
+        shared, remote, prompt = nodes.shared_memory(service.record), nodes.grpc(service.record), make_prompt(1, 3)
+        await publish(shared, prompt, range(3))
+        arena = shared._mapped(service.record.incarnation)
+        lease = await remote.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+        arena.payload(lease.slots[1], 8)[:] = b"\xffcorrupt"
+        for store in (shared, remote):
+            own = await store.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+            digests = [payload_digest(view) async for view in store.fetch_blocks(own, deadline=deadline())]
+            matches = [d == h.payload_xxh3 for d, h in zip(digests, own.headers, strict=True)]
+            assert matches == [True, False, True]
+            await store.release(own)
+        await remote.release(lease, suspects=[1])
+        assert len(await read(shared, prompt)) == 1
+        assert await publish(remote, prompt, range(3)) == 2
+        assert len(await read(shared, prompt)) == 3
+
+
+async def test_wrong_bytes_and_wrong_lengths_are_refused_at_commit(nodes) -> None:
+    async with nodes.inside() as service:
+        shared, remote, prompt = nodes.shared_memory(service.record), nodes.grpc(service.record), make_prompt(1, 1)
+        (reserved,) = await shared.reserve([make_header(prompt, 0)], deadline=deadline())
+        assert isinstance(reserved, Reservation)
+        with pytest.raises(BlockCorrupt, match="checksum"):
+            await shared.commit(reserved, payload_xxh3=1, deadline=deadline())
+        for cut in (100, 3_000):
+            (reserved,) = await remote.reserve([make_header(prompt, 0)], deadline=deadline())
+            assert isinstance(reserved, Reservation)
+            buffer = memoryview(bytearray(cut))
+            with pytest.raises(BlockCorrupt, match=r"shorter|longer"):
+                await remote.commit(
+                    replace(reserved, buffer=buffer), payload_xxh3=payload_digest(buffer), deadline=deadline()
+                )
+        assert service.node.stat().reserved_blocks == 0
+
+
+async def test_a_lease_that_runs_out_ends_the_read_with_a_typed_error(nodes) -> None:
+    async with nodes.inside(lease_ttl_ms=300) as service:
+        prompt = make_prompt(1, 4)
+        await publish(nodes.grpc(service.record), prompt, range(4))
+        for store in (nodes.shared_memory(service.record), nodes.grpc(service.record)):
+            lease = await store.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+            await asyncio.sleep(0.35)
+            with pytest.raises(LeaseExpired):
+                async for _ in store.fetch_blocks(lease, deadline=deadline()):
+                    pass
+            await store.release(lease)
+        assert service.node.stat().leased_blocks == 0
+
+
+async def test_a_reservation_that_ran_out_cannot_be_committed(nodes) -> None:
+    async with nodes.inside(reservation_ttl_ms=100) as service:
+        for store in (nodes.shared_memory(service.record), nodes.grpc(service.record)):
+            (reserved,) = await store.reserve([make_header(make_prompt(1, 1), 0)], deadline=deadline())
+            assert isinstance(reserved, Reservation)
+            await asyncio.sleep(0.15)
+            digest = payload_digest(reserved.buffer)
+            with pytest.raises(LeaseExpired):
+                await store.commit(reserved, payload_xxh3=digest, deadline=deadline())
+            await store.abort(reserved)
+        service.node.check_integrity()
+
+
+async def test_a_store_full_of_leased_blocks_refuses_and_takes_again_after_release(nodes) -> None:
+    async with nodes.inside() as service:
+        remote, wide = nodes.grpc(service.record), replace(LAYOUT, num_layers=32)
+        first, second = make_prompt(1, 20), make_prompt(2, 20)
+        held = await publish(remote, first, range(20), wide)
+        assert 0 < held < 20
+        lease = await remote.lease_prefix(first.namespace, first.chain, first_block=0, deadline=deadline())
+        room = await publish(remote, second, range(20), wide)
+        outcomes = await remote.reserve([make_header(second, room, wide)], deadline=deadline())
+        assert outcomes == (NotStored(second.chain[room]),)
+        assert len(await read(remote, first)) == held
+        await remote.release(lease)
+        assert await publish(remote, second, range(room, 20), wide) > 0
+        service.node.check_integrity()
+
+
+async def test_two_writers_of_one_prompt_store_each_block_once(nodes) -> None:
+    async with nodes.inside() as service:
+        prompt, stores = make_prompt(1, 6), [nodes.shared_memory(service.record), nodes.grpc(service.record)]
+        stored = await asyncio.gather(*(publish(stores[i % 2], prompt, range(6)) for i in range(8)))
+        assert sum(stored) == 6
+        assert service.node.stat().committed_blocks == 6
+        assert await stores[0].reserve([make_header(prompt, 5)], deadline=deadline()) == (
+            AlreadyStored(prompt.chain[5]),
+        )
+
+
+async def test_an_eviction_spares_what_is_being_read_and_says_so(nodes) -> None:
+    async with nodes.inside() as service:
+        remote, prompt = nodes.grpc(service.record), make_prompt(1, 4)
+        await publish(remote, prompt, range(4))
+        lease = await remote.lease_prefix(prompt.namespace, prompt.chain[:2], first_block=0, deadline=deadline())
+        admin = admin_pb2_grpc.CacheAdminStub(nodes.channels.to(service.record.address))
+        dry = (await admin.Evict(admin_pb2.EvictRequest(dry_run=True))).reports[0]
+        assert (dry.blocks, dry.skipped_leased_blocks, dry.dry_run) == (2, 2, True)
+        report = (await admin.Evict(admin_pb2.EvictRequest())).reports[0]
+        assert (report.blocks, report.tokens, report.skipped_leased_blocks) == (2, 8, 2)
+        assert [len(view) async for view in remote.fetch_blocks(lease, deadline=deadline())] == [2_048] * 2
+        listed = await admin.ListBlocks(admin_pb2.ListBlocksRequest())
+        assert (listed.total_blocks, [entry.leases for entry in listed.blocks]) == (2, [1, 1])
+        await remote.release(lease)
+        assert (await admin.Evict(admin_pb2.EvictRequest())).reports[0].blocks == 2
+        stat = (await admin.Stat(admin_pb2.StatRequest())).holders[0]
+        assert (stat.committed_blocks, stat.evicted_blocks, stat.holder) == (0, 4, "node:inside")
+
+
+async def test_a_model_that_nobody_serves_is_refused_rather_than_meaning_everything(nodes) -> None:
+    async with nodes.inside() as service:
+        await publish(nodes.grpc(service.record), make_prompt(1, 2), range(2))
+        admin = admin_pb2_grpc.CacheAdminStub(nodes.channels.to(service.record.address))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await admin.Evict(admin_pb2.EvictRequest(selector=admin_pb2.Selector(model="nobody's")))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert service.node.stat().committed_blocks == 2
+
+
+async def test_a_reader_that_stops_early_ends_its_call_and_leaves_the_channel_usable(nodes) -> None:
+    async with nodes.inside() as service:
+        remote, prompt = nodes.grpc(service.record), make_prompt(1, 6)
+        await publish(remote, prompt, range(6))
+        lease = await remote.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+        async with aclosing(remote.fetch_blocks(lease, deadline=deadline())) as views:
+            async for _ in views:
+                break
+        await remote.release(lease)
+        assert len(await read(remote, prompt)) == 6
+
+
+async def test_calls_that_break_a_bound_get_a_typed_error_and_the_channel_stays_usable(nodes) -> None:
+    async with nodes.inside() as service:
+        stub = block_store_pb2_grpc.BlockStoreStub(nodes.channels.to(service.record.address))
+        bad = [
+            block_store_pb2.LeaseRequest(namespace="ab" * 16, chain=b"x" * 16 * 8_193, hash_bytes=16),
+            block_store_pb2.LeaseRequest(namespace="ab" * 16, chain=b"x" * 17, hash_bytes=16),
+            block_store_pb2.LeaseRequest(namespace="AB" * 16, chain=b"x" * 16, hash_bytes=16),
+            block_store_pb2.LeaseRequest(namespace="ab" * 16, chain=b"x" * 16, hash_bytes=0),
+        ]
+        for request in bad:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Lease(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for headers, code in (([b"junk"], "DATA_LOSS"), ([b""] * 257, "INVALID_ARGUMENT")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Reserve(block_store_pb2.ReserveRequest(headers=headers))
+            assert caught.value.code().name == code
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Reserve(block_store_pb2.ReserveRequest(headers=[b"x" * (17 << 20)]))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await publish(nodes.grpc(service.record), make_prompt(1, 1), [0]) == 1
+
+
+async def test_a_node_that_is_not_there_is_a_typed_error_within_the_deadline(nodes) -> None:
+    async with nodes.inside() as service:
+        record = replace(service.record, address="127.0.0.1:1")
+    for store in (nodes.shared_memory(record), nodes.grpc(record)):
+        with pytest.raises(StoreUnavailable):
+            await store.lease_prefix("ab" * 16, make_prompt(1, 1).chain, first_block=0, deadline=deadline(0.5))
+
+
+async def test_health_says_whether_the_node_serves(nodes) -> None:
+    async with nodes.inside() as service:
+        stub = health_pb2_grpc.HealthStub(nodes.channels.to(service.record.address))
+        for name in ("", "headrace.v1.BlockStore"):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
