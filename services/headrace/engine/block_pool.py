@@ -140,7 +140,7 @@ class BlockPool:
         self.unref_all((block_id,))
 
     def unref_all(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference each of a sequence's blocks, last block first, so that its head is evicted last."""
+        """Give back one reference each of a sequence's blocks; tails first, so that eviction meets them first."""
         num_given_back = 0
         with self._lock:
             for block_id in reversed(block_ids):

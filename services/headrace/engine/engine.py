@@ -78,6 +78,7 @@ class Engine:
         self._ended = False
         # The batch and those waiting for it: the step thread's alone. The counts are for other threads to read.
         self._runs: dict[int, Run] = {}
+        self._to_wake: list[EventStream] = []  # streams with news since their consumers were last woken
         self._can_step = False
         self._idle = True
         self._num_in_batch = 0
@@ -215,7 +216,7 @@ class Engine:
         num_computed = self._drop_uncounted_blocks(admission, cached_tokens)
         run = Run(
             admission,
-            EventStream(self.pool, self._loop),
+            EventStream(self.pool, self._to_wake.append),
             num_computed=num_computed,
             sampling=sampling,
             leaves_blocks=leaves_blocks,
@@ -257,6 +258,7 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when stopping. Takes in the mail."""
+        self._wake_consumers()
         with self._mail:
             self._idle = True
             self._mail.wait_for(lambda: self._stopping or self._changed or self._can_step)
@@ -381,7 +383,19 @@ class Engine:
             self._submitted = []
         for run in list(self._runs.values()):
             self._fail(run, _stopped().why)
+        self._wake_consumers()
         self._call_on_loop(lambda: self._queue.fail(_stopped()))
+
+    def _wake_consumers(self) -> None:
+        streams = list(self._to_wake)
+        self._to_wake.clear()  # in place: streams hold its `append`
+
+        def wake_all() -> None:
+            for stream in streams:
+                stream.wake()
+
+        if streams:
+            self._call_on_loop(wake_all)
 
     def _publish_counts(self) -> None:
         """Say how many sequences are where; when no preempted one waits any more, new prompts may be admitted."""

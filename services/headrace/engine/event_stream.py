@@ -7,6 +7,7 @@ scheduling or of models.
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.core.block import BlockHash
@@ -40,11 +41,15 @@ EngineEvent = FilledBlock | TokenDelta | RunFinished
 
 
 class EventStream:
-    """Events of one run, from the engine's thread to one consumer on an event loop; at most STREAM_EVENTS_MAX wait."""
+    """Events of one run, from the engine's thread to one consumer on an event loop; at most STREAM_EVENTS_MAX wait.
 
-    def __init__(self, pool: BlockPool, loop: asyncio.AbstractEventLoop) -> None:
+    `ask_wake(stream)` is called when there is something new: whoever gets it has `wake` called on the loop. Doing so
+    once for all streams of a step spares each of them a switch between the two threads, 0.2 ms apiece.
+    """
+
+    def __init__(self, pool: BlockPool, ask_wake: "Callable[[EventStream], None]") -> None:
         self._pool = pool
-        self._loop = loop
+        self._ask_wake = ask_wake
         self._lock = threading.Lock()
         self._events: deque[EngineEvent] = deque()
         self._error: HeadraceError | None = None
@@ -65,7 +70,7 @@ class EventStream:
             if accepted:
                 self._events.append(event)
         if accepted:
-            self._wake()
+            self._ask_wake(self)
             return
         self._drop(event)
         if not ended:
@@ -81,13 +86,17 @@ class EventStream:
         self._empty()
         with self._lock:
             self._error = self._error or error
-        self._wake()
+        self._ask_wake(self)
 
     def close(self) -> None:
         """The consumer has gone: give back what was not delivered. Idempotent."""
         with self._lock:
             self._closed = True
         self._empty()
+
+    def wake(self) -> None:
+        """Let the consumer look; on its loop."""
+        self._something.set()
 
     async def next(self) -> EngineEvent:
         """The next event, in order. Raises the stream's error."""
@@ -99,13 +108,6 @@ class EventStream:
                     raise self._error
                 self._something.clear()
             await self._something.wait()
-
-    def _wake(self) -> None:
-        """Wake the consumer; one whose loop is closed will never read, and what waits is given back by `close`."""
-        try:
-            self._loop.call_soon_threadsafe(self._something.set)
-        except RuntimeError:
-            self.close()
 
     def _empty(self) -> None:
         with self._lock:

@@ -171,6 +171,17 @@ def test_a_dry_run_counts_what_eviction_then_does() -> None:
     pool.check_integrity()
 
 
+def test_a_parent_stays_while_somebody_holds_its_child() -> None:
+    """Only by giving references back out of order can a child be held alone, as a slow reader of tails does."""
+    pool = BlockPool(4)
+    prompt = fill(pool, [1, 2])
+    held = take(pool, 2, prompt).block_ids
+    pool.unref(held[0])
+    assert pool.evict(Selection(), dry_run=False) == Evicted(num_blocks=0, num_kept=2)
+    assert pool.resident_blocks(prompt) == 2
+    pool.check_integrity()
+
+
 def test_evicting_a_block_evicts_what_hangs_below_it_and_nothing_else() -> None:
     pool = BlockPool(8)
     left, right = fill(pool, [1, 2, 3]), fill(pool, [1, 4])

@@ -423,7 +423,7 @@ async def test_a_run_that_was_never_iterated_leaves_the_admission_to_its_holder(
 
 async def test_a_consumer_that_does_not_read_is_ended_and_others_are_unharmed(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    stream = EventStream(engine.pool, asyncio.get_running_loop())
+    stream = EventStream(engine.pool, lambda stream: stream.wake())
     for _ in range(STREAM_EVENTS_MAX):
         stream.send(TokenDelta(token_id=1, text=""))
     assert not stream.ended
