@@ -84,9 +84,11 @@ class SimulatedKV:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.blocks = [bytes(LAYOUT.block_bytes)] * num_blocks
+        self.on_write = lambda block_id: None
 
     def write_block(self, block_id: int, payload: memoryview) -> int:
         self.blocks[block_id] = bytes(payload)
+        self.on_write(block_id)
         return payload_digest(self.blocks[block_id])
 
     def read_block(self, block_id: int, out: memoryview) -> int:

@@ -25,6 +25,9 @@ from headrace.core.members import WorkerRole
 from headrace.index.memory_index import MemoryMembership
 from headrace.transfer.worker import Worker
 
+NO_FAULTS = FaultRates()
+EVERYTHING = CacheControl()
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -38,7 +41,7 @@ class World:
     """Hosts "a" and "b", each with a store node; worker ids say the host they are on: "prefill-a", "decode-a", ..."""
 
     def __init__(
-        self, clock: VirtualClock, *, seed: int = 0, rates: FaultRates = FaultRates(), num_slots: int = 64
+        self, clock: VirtualClock, *, seed: int = 0, rates: FaultRates = NO_FAULTS, num_slots: int = 64
     ) -> None:
         self.clock = clock
         self.rng = random.Random(seed)
@@ -67,7 +70,7 @@ class World:
         self.workers[worker_id] = worker
         return worker
 
-    def request(self, token_ids: list[int], *, max_tokens: int = 4, cache: CacheControl = CacheControl()):
+    def request(self, token_ids: list[int], *, max_tokens: int = 4, cache: CacheControl = EVERYTHING):
         return GenerateRequest(
             request_id=RequestId(f"request-{self._num_attempts}"),
             model="simulated",

@@ -120,7 +120,7 @@ def test_a_damaged_block_ends_the_run_and_is_reported_to_its_node(host: str):
 class LyingStore(DirectStore):
     """Says something else in the header of block 1."""
 
-    change: dict = {}
+    change: dict
 
     async def lease_prefix(self, *args, **fields):
         lease = await super().lease_prefix(*args, **fields)
@@ -165,13 +165,14 @@ def test_a_node_that_dies_during_the_fetch_leaves_what_it_delivered_and_the_next
     """Fails when delivered blocks are dropped, or a dead node ends the load."""
 
     async def main(clock):
-        world, kv = World(clock, rates=FaultRates(delay_s=0.1)), SimulatedKV(16)
+        world, kv = World(clock), SimulatedKV(16)
         await store_blocks(world, "a", 6)
         await store_blocks(world, "b", 6)
         nodes = SimulatedNodes("c", world.nodes, FaultRates(delay_s=0.2))
+        third_copied = asyncio.Event()
+        kv.on_write = lambda block_id: third_copied.set() if block_id == 12 else None
         task = asyncio.create_task(load(world, nodes=nodes, hints=("a", "b"), kv=kv))
-        while not any(kv.blocks[12]):
-            await asyncio.sleep(0.01)
+        await third_copied.wait()
         world.nodes["a"].crash()
         loaded = await task
         assert loaded.num_blocks == 6

@@ -1,4 +1,4 @@
-"""prefill_prompt and decode_tokens on real workers over simulated nodes: what is reused, counted, stored and released."""
+"""prefill_prompt and decode_tokens on real workers over simulated nodes: what is reused, counted, stored, released."""
 
 import asyncio
 from contextlib import aclosing
@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 from simulated_engine import LAYOUT, make_prompt
 from simulated_nodes import FaultRates
-from simulated_world import World, answer_of, check_answer
+from simulated_world import EVERYTHING, World, answer_of, check_answer
 from virtual_loop import run_virtual
 
 from headrace.core.block import CacheSource
@@ -41,7 +41,7 @@ def virtually(test):
     return run
 
 
-async def decode(world: World, worker, token_ids=TOKENS, *, max_tokens=4, cache=CacheControl(), **fields):
+async def decode(world: World, worker, token_ids=TOKENS, *, max_tokens=4, cache=EVERYTHING, **fields):
     request = world.request(token_ids, max_tokens=max_tokens, cache=cache)
     answer = await answer_of(decode_tokens(world.decode_call(worker, request, **fields), worker))
     check_answer(answer, request)

@@ -72,7 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now_s()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Run `func` within 5 ms, or (one time in ten) 200 ms later; as with a thread, a cancelled waiter does not stop it."""
+        """Run `func` within 5 ms, or (one time in ten) 200 ms later. As with a thread, cancelling does not stop it."""
         result = self.create_future()
 
         def work() -> None:

@@ -178,6 +178,7 @@ class BlockPublisher:
         self._work = asyncio.Event()  # set: there may be something in the queue
         self._room = asyncio.Event()  # set: the queue has room
         self._room.set()
+        self._num_in_batch = 0
         self._owner: asyncio.Task[None] | None = None
         self.dropped_blocks = 0  # offered while the queue was full
         self.published_blocks = 0
@@ -197,6 +198,11 @@ class BlockPublisher:
         self._drop_queued()
         if not owner.cancelled():
             owner.result()
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks offered and not yet settled."""
+        return len(self._queue) + self._num_in_batch
 
     @property
     def running(self) -> bool:
@@ -244,6 +250,7 @@ class BlockPublisher:
         batch: list[FilledBlock] = []
         while self._queue and self._queue[0][0] is publication and len(batch) < PUBLISH_BATCH_BLOCKS:
             batch.append(self._queue.popleft()[1])
+        self._num_in_batch = len(batch)
         self._room.set()
         return publication, batch
 
@@ -262,6 +269,7 @@ class BlockPublisher:
                 if published.fault is not None:
                     self._report(published.fault)
         finally:
+            self._num_in_batch = 0
             self._settle(publication, batch, num_stored=num_stored)
 
     def _settle(self, publication: Publication, batch: Sequence[FilledBlock], *, num_stored: int) -> None:

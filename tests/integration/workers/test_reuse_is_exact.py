@@ -1,0 +1,128 @@
+"""The promise: an answer has the same bits wherever its prefix came from. Real model, real engine, real store node."""
+
+import asyncio
+import random
+
+from headrace.core.block import CacheSource
+from headrace.core.generation import CacheControl, CachedTokens
+
+B = 8
+
+
+async def test_every_way_of_reuse_gives_the_bits_of_a_cold_run(make_worker, store_node, prompts):
+    """Fails when one bit of one logit differs between cold, device, shared memory and gRPC."""
+    token_ids = prompts(6 * B + 3)
+    first, near, far = (
+        await make_worker("first"),
+        await make_worker("near"),
+        await make_worker("far", near=False),
+    )
+    cold = await first.cold(token_ids)
+    computed = await first.decode(token_ids)
+    await first.published()
+    device = await first.decode(token_ids)
+    memory = await near.decode(token_ids)
+    remote = await far.decode(token_ids, hint_nodes=("node-1",))
+    assert computed.cached == CachedTokens()
+    assert device.cached == CachedTokens(device=6 * B)
+    assert memory.cached == CachedTokens(shared_memory=6 * B)
+    assert remote.cached == CachedTokens(grpc=6 * B)
+    for reply in (computed, device, memory, remote):
+        assert reply.same_answer_as(cold)
+
+
+async def test_prefill_and_decode_on_two_workers_equal_one(make_worker, store_node, prompts):
+    """Fails when the hand-over changes a bit, or counts as cached what prefill has just computed."""
+    token_ids = prompts(5 * B, salt=1)
+    prefill, decode = await make_worker("prefill"), await make_worker("decode")
+    cold = await decode.cold(token_ids)
+    result = await prefill.prefill(token_ids)
+    assert (result.reused_blocks, result.published_blocks, result.store_node) == (0, 5, "node-1")
+    reply = await decode.decode(token_ids, computed_from=result.reused_blocks)
+    assert reply.same_answer_as(cold)
+    assert reply.cached == CachedTokens()
+    again = await prefill.prefill([*token_ids, *prompts(2 * B)])
+    assert (again.reused_blocks, again.published_blocks) == (5, 7)
+
+
+async def test_the_same_prompt_again_and_again_and_eight_at_once(make_worker, store_node, prompts):
+    """Fails when a repeat differs, or misses what the first one left."""
+    token_ids = prompts(6 * B, salt=2)
+    worker = await make_worker("worker")
+    cold = await worker.cold(token_ids)
+    replies = [await worker.decode(token_ids) for _ in range(5)]
+    replies += await asyncio.gather(*(worker.decode(token_ids) for _ in range(8)))
+    assert all(reply.same_answer_as(cold) for reply in replies)
+    assert [reply.cached.total for reply in replies] == [0] + [5 * B] * 12
+
+
+async def test_many_tails_on_shared_heads_side_by_side(make_worker, store_node, prompts):
+    """Fails when prompts that share a head disturb each other, on one worker or between two."""
+    rng = random.Random(9)
+    workers = [await make_worker("near"), await make_worker("far", near=False)]
+    heads = [prompts(rng.randrange(2 * B, 6 * B), salt=salt) for salt in range(4)]
+
+    async def one(number: int) -> int:
+        head = rng.choice(heads)
+        token_ids = head[: rng.randrange(1, len(head))] + prompts(rng.randrange(1, 2 * B), salt=100 + number)
+        worker = rng.choice(workers)
+        async with slots:
+            reply = await worker.decode(token_ids, hint_nodes=("node-1",), max_tokens=4)
+            assert reply.same_answer_as(await worker.cold(token_ids, max_tokens=4))
+        return reply.cached.total
+
+    slots = asyncio.Semaphore(6)
+    hits = await asyncio.gather(*(one(number) for number in range(20)))
+    assert sum(hit > 0 for hit in hits) >= 5, "without hits this test shows nothing"
+
+
+async def test_every_length_around_block_edges(make_worker, store_node, prompts):
+    """Fails at exactly k blocks, one more or one less: an error, another answer, or a hit of the whole prompt."""
+    worker, near = await make_worker("worker"), await make_worker("near")
+    for length in range(1, 3 * B + 3):
+        token_ids = prompts(length, salt=length)
+        first = await worker.decode(token_ids, max_tokens=3)
+        again = await worker.decode(token_ids, max_tokens=3)
+        longer = await worker.decode([*token_ids, 7], max_tokens=3)
+        await worker.published()
+        elsewhere = await near.decode(token_ids, max_tokens=3)
+        expected = (length - 1) // B * B
+        assert (first.cached.total, again.cached.device, longer.cached.device) == (0, expected, length // B * B)
+        assert elsewhere.cached == CachedTokens(shared_memory=expected)
+        cold = await near.cold(token_ids, max_tokens=3)
+        assert first.same_answer_as(cold)
+        assert again.same_answer_as(cold)
+        assert elsewhere.same_answer_as(cold)
+        assert longer.same_answer_as(await near.cold([*token_ids, 7], max_tokens=3))
+
+
+async def test_an_edited_history_is_reused_up_to_the_edit(make_worker, store_node, prompts):
+    """Fails when blocks behind a changed token count."""
+    worker, near = await make_worker("worker"), await make_worker("near")
+    history = prompts(6 * B + 1, salt=3)
+    await worker.decode(history)
+    await worker.published()
+    for reader, new_token in ((worker, 1), (near, 2)):
+        edited = list(history)
+        edited[2 * B + 3] = new_token
+        reply = await reader.decode(edited)
+        assert reply.cached.total == 2 * B
+        assert reply.same_answer_as(await reader.cold(edited))
+        assert (await reader.decode(history)).cached.total == 6 * B
+
+
+async def test_sources_can_be_chosen_per_request(make_worker, store_node, prompts):
+    """Fails when a source that was excluded is used, as `headrace verify` relies on."""
+    token_ids = prompts(4 * B + 1, salt=4)
+    worker = await make_worker("worker")
+    cold = await worker.decode(token_ids)
+    await worker.published()
+    for source, expected in (
+        (CacheSource.DEVICE, CachedTokens(device=4 * B)),
+        (CacheSource.SHARED_MEMORY, CachedTokens(shared_memory=4 * B)),
+        (CacheSource.GRPC, CachedTokens(grpc=4 * B)),
+    ):
+        cache = CacheControl(sources=frozenset({source}))
+        reply = await worker.decode(token_ids, cache=cache, hint_nodes=("node-1",))
+        assert reply.cached == expected
+        assert reply.same_answer_as(cold)
