@@ -288,6 +288,7 @@ def remove_arena(arena_dir: str | Path, node_id: str) -> bool:
         return False
     fd = _lock(path)
     try:
+        _scratch_of(path).unlink(missing_ok=True)  # of a process that was killed while it made a new arena
         path.unlink(missing_ok=True)
     finally:
         os.close(fd)
@@ -326,7 +327,7 @@ def _replace(path: Path, old_fd: int, total_bytes: int) -> int:
         raise ConfigInvalid(
             "arena_mb", f"{need} MiB do not fit: {path.parent} has {have} MiB free; lower arena_mb or enlarge it"
         )
-    scratch = path.with_name(f"{path.name}.new")
+    scratch = _scratch_of(path)
     scratch.unlink(missing_ok=True)
     fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -343,6 +344,10 @@ def _replace(path: Path, old_fd: int, total_bytes: int) -> int:
         raise
     os.close(old_fd)
     return fd
+
+
+def _scratch_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
 
 
 def _last_incarnation(fd: int, name: str) -> int:

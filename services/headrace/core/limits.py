@@ -241,6 +241,10 @@ MEMBERS_MAX = 4_096
 # for one LEASE_TTL_MS. Beyond it a lookup is a miss.
 STORE_LEASES_MAX = 4_096
 
+# Blocks of one lease that a reader may report as broken: each costs the node one pass over its bytes, on its event loop
+# (16 x 1.4 MiB take 2 ms). A reader stops at its first doubt, so it names one.
+SUSPECTS_MAX = 16
+
 # Calls in progress in one store node, streams included; beyond it gRPC refuses at once and the caller recomputes.
 STORE_RPCS_MAX = 256
 

@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
-from headrace.core.block import HolderId
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import INDEX_SWEEP_ENTRIES, INDEX_SWEEP_MS, MEMBER_REFRESH_MS, MEMBER_TTL_MS
-from headrace.core.members import StoreNodeRecord
+from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.core.ports import BlockIndex, Membership
 from headrace.store.register_blocks import PendingChanges
 
@@ -36,7 +35,6 @@ async def announce_node(
 
 
 async def _sweep(index: BlockIndex, membership: Membership) -> None:
-    live: dict[HolderId, int] = {}
-    for record in (*await membership.store_nodes(), *await membership.workers()):
-        live[record.holder_id] = record.incarnation
+    records: list[StoreNodeRecord | WorkerRecord] = [*await membership.store_nodes(), *await membership.workers()]
+    live = {record.holder_id: record.incarnation for record in records}
     await index.sweep(live, limit=INDEX_SWEEP_ENTRIES)

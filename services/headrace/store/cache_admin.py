@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
-from headrace.core.generation import EvictReport, EvictSelector
+from headrace.core.generation import BlockInfo, EvictReport, EvictSelector
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import Membership
@@ -49,7 +49,8 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
 
     async def _list_blocks(self, request: Any) -> Any:
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
-        blocks, total = [], 0
+        blocks: list[BlockInfo] = []
+        total = 0
         namespace_to_model = await self._namespace_to_model()
         for selector in self._per_namespace(parse_selector(request.selector), namespace_to_model):
             found, matching = self._node.list_blocks(selector, limit=limit - len(blocks))

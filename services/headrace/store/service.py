@@ -117,7 +117,7 @@ class StoreNodeService:
             self._address = self._bind()
             serve_blocks(self._server, self._node)
             admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record)
-            admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)
+            admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
             self._serve_metrics()
             await self._server.start()

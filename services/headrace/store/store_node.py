@@ -17,8 +17,7 @@ they copied, and a block reported as suspect is checked again and dropped. Its l
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from headrace.blocks.block_codec import encode_header, verify_identity
 from headrace.blocks.claims import LeasedBlock, LeasedRun, SlotOutcome, SlotReserved
@@ -34,30 +33,15 @@ from headrace.core.limits import (
     LIST_BLOCKS_MAX,
     RESERVATION_TTL_MS,
     STORE_LEASES_MAX,
-    STORE_NAMESPACES_MAX,
+    SUSPECTS_MAX,
 )
 from headrace.core.ports import AlreadyStored, NotStored
+from headrace.store.block_changes import BlockChanges, IgnoreChanges
 from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
-from headrace.store.plan_eviction import plan_eviction, select_blocks
+from headrace.store.list_blocks import list_blocks
+from headrace.store.node_counters import NodeCounters
+from headrace.store.plan_eviction import plan_eviction
 from headrace.store.recover_arena import RecoveredArena
-
-
-class BlockChanges(Protocol):
-    """Where a node says what became readable and what is about to go. Called in order, must not block or raise."""
-
-    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None: ...
-
-    def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None: ...
-
-
-class IgnoreChanges:
-    """For a node that no index follows (tests, simulation)."""
-
-    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
-        """Nobody listens."""
-
-    def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
-        """Nobody listens."""
 
 
 @dataclass(slots=True)
@@ -70,31 +54,6 @@ class _HeldLease:
 class _HeldReservation:
     block: HeldBlock
     expires_at_s: float
-
-
-@dataclass(slots=True)
-class _NamespaceBooks:
-    """Lookups of one namespace in blocks; in tokens once a block told how many tokens one has."""
-
-    lookup_blocks: int = 0
-    hit_blocks: int = 0
-    block_tokens: int = 0
-
-
-@dataclass(slots=True)
-class NodeCounters:
-    """What happened since start; only ever rising."""
-
-    evicted_for_room: int = 0
-    evicted_by_operator: int = 0
-    dropped_corrupt: int = 0
-    dropped_orphans: int = 0
-    expired_leases: int = 0
-    expired_reservations: int = 0
-    refused_blocks: int = 0
-    committed_blocks: int = 0
-    committed_bytes: int = 0
-    namespaces: dict[NamespaceId, _NamespaceBooks] = field(default_factory=dict)
 
 
 class StoreNode:
@@ -142,9 +101,8 @@ class StoreNode:
         run = self._blocks.run(namespace, chain, first_block=first_block)[:LEASE_BLOCKS_MAX]
         if len(self._leases) >= STORE_LEASES_MAX:
             run = []
-        books = self._books(namespace)
-        books.lookup_blocks += max(0, len(chain) - first_block)
-        books.hit_blocks += len(run)
+        asked_blocks = max(0, len(chain) - first_block)
+        self.counters.looked_up(namespace, asked_blocks=asked_blocks, hit_blocks=len(run))
         if not run:
             return LeasedRun(lease_id="", incarnation=self.incarnation, expires_in_ms=0, blocks=())
         now_s = self._clock.now_s()
@@ -183,12 +141,16 @@ class StoreNode:
         return held is not None and held.expires_at_s > self._clock.now_s()
 
     def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:
-        """End a lease; unknown ones are fine. `suspects` are indices of leased blocks whose bytes did not check out:
-        each is checked here again, and dropped with all that stand on it when it is really broken."""
+        """End a lease; unknown ones are fine.
+
+        `suspects` are indices of leased blocks whose bytes did not check out: each (at most SUSPECTS_MAX of them) is
+        checked here again, and dropped with all that stand on it when it is really broken.
+        """
         held = self._leases.pop(lease_id, None)
         if held is None:
             return
-        broken = [held.blocks[i] for i in suspects if 0 <= i < len(held.blocks) and not self._whole(held.blocks[i])]
+        named = [held.blocks[i] for i in dict.fromkeys(suspects) if i < len(held.blocks)][:SUSPECTS_MAX]
+        broken = [block for block in named if not self._whole(block)]
         self._end_lease(held)
         for block in broken:
             if self._blocks.get(*block.key) is block:
@@ -285,27 +247,7 @@ class StoreNode:
 
     def list_blocks(self, selector: EvictSelector, *, limit: int = LIST_BLOCKS_MAX) -> tuple[list[BlockInfo], int]:
         """Readable blocks that the selector means, heads first, at most `limit` of them; and how many in all."""
-        now_s, unix_ms = self._clock.now_s(), self._clock.unix_ms()
-        selected = [block for block in select_blocks(self._blocks, selector, now_s=now_s) if block.visible]
-        selected.sort(key=lambda b: (b.header.namespace, b.header.position, b.created_s))
-        infos = [
-            BlockInfo(
-                namespace=block.header.namespace,
-                block_hash=block.header.block_hash,
-                parent_hash=block.header.parent_hash,
-                position=block.header.position,
-                token_ids=block.header.token_ids,
-                bytes=block.slot_bytes,
-                holder=self.holder_id,
-                tier=Tier.HOST,
-                hits=block.hits,
-                age_s=max(0.0, (unix_ms - block.header.created_unix_ms) / 1_000),
-                idle_s=max(0.0, now_s - block.used_s),
-                leases=block.leases,
-            )
-            for block in selected[: min(limit, LIST_BLOCKS_MAX)]
-        ]
-        return infos, len(selected)
+        return list_blocks(self._blocks, selector, holder=self.holder_id, clock=self._clock, limit=limit)
 
     def stat(self) -> HolderStat:
         """The books. Free room is counted in blocks of the size last written, so totals move when sizes mix."""
@@ -313,8 +255,6 @@ class StoreNode:
         reserved = len(self._reservations)
         units = self._block_units or 1
         free = self._arena.fits(units) if self._block_units else 0
-        counters = self.counters
-        known = counters.namespaces.values()
         return HolderStat(
             holder=self.holder_id,
             tier=Tier.HOST,
@@ -325,9 +265,9 @@ class StoreNode:
             reserved_blocks=reserved,
             leased_blocks=sum(1 for block in self._blocks if block.leases),
             block_bytes=units * UNIT_BYTES if self._block_units else 0,
-            lookups_tokens=sum(books.lookup_blocks * books.block_tokens for books in known),
-            hits_tokens=sum(books.hit_blocks * books.block_tokens for books in known),
-            evicted_blocks=counters.evicted_for_room + counters.evicted_by_operator + counters.dropped_corrupt,
+            lookups_tokens=self.counters.lookups_tokens,
+            hits_tokens=self.counters.hits_tokens,
+            evicted_blocks=self.counters.evicted_blocks,
         )
 
     def inventory(self) -> list[tuple[NamespaceId, BlockHash]]:
@@ -382,7 +322,6 @@ class StoreNode:
         if slot is None:
             self.counters.refused_blocks += 1
             return NotStored(block_hash)
-        self._books(header.namespace).block_tokens = header.layout.block_tokens
         block = self._add_block(header, header_bytes, slot=slot, state=SlotState.RESERVED)
         block.reservation_id = self._new_id("r")
         expires_at_s = self._clock.now_s() + self._reservation_ttl_ms / 1_000
@@ -412,7 +351,7 @@ class StoreNode:
         now_s = self._clock.now_s()
         units = units_for(header.payload_bytes, len(header_bytes))
         self._block_units = units
-        self._books(header.namespace).block_tokens = header.layout.block_tokens
+        self.counters.saw_block(header.namespace, header.layout.block_tokens)
         block = HeldBlock(
             header=header,
             header_bytes=header_bytes,
@@ -484,14 +423,6 @@ class StoreNode:
     def _whole(self, block: HeldBlock) -> bool:
         with self._arena.payload(block.slot, block.header.payload_bytes) as payload:
             return payload_digest(payload) == block.header.payload_xxh3
-
-    def _books(self, namespace: NamespaceId) -> _NamespaceBooks:
-        table = self.counters.namespaces
-        if namespace not in table:
-            if len(table) >= STORE_NAMESPACES_MAX:
-                del table[next(iter(table))]
-            table[namespace] = _NamespaceBooks()
-        return table[namespace]
 
     def _new_id(self, kind: str) -> str:
         """Never given out twice, not even by a later process: the incarnation is part of it."""

@@ -5,17 +5,25 @@ message; a lease is asked for again before every chunk, so that a reader who is 
 than served somebody else's bytes. Knows nothing of leases' rules, of eviction or of the index.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from headrace.blocks.block_codec import decode_header
 from headrace.blocks.claims import LeasedRun, SlotOutcome, SlotReserved
 from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
 from headrace.core.errors import BlockCorrupt, CacheFault
-from headrace.core.limits import CHAIN_BLOCKS_MAX, FETCH_CHUNK_BYTES, RESERVE_BLOCKS_MAX
+from headrace.core.limits import (
+    CHAIN_BLOCKS_MAX,
+    FETCH_CHUNK_BYTES,
+    LEASE_TTL_MS,
+    RESERVATION_TTL_MS,
+    RESERVE_BLOCKS_MAX,
+)
 from headrace.core.ports import AlreadyStored, NotStored
 from headrace.transfer.fault_status import status_of
 from headrace.wire.v1 import block_store_pb2 as pb
@@ -53,7 +61,7 @@ class BlockKeeper(Protocol):
 def serve_blocks(server: grpc.aio.Server, keeper: BlockKeeper) -> None:
     """Register BlockStore on a server: generated handlers for control, identity serialisers for payloads."""
     service = _BlockStoreService(keeper)
-    pb_grpc.add_BlockStoreServicer_to_server(service, server)
+    pb_grpc.add_BlockStoreServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     raw_handlers = {
         "Fetch": grpc.unary_stream_rpc_method_handler(service.fetch_payloads),
         "Fill": grpc.stream_unary_rpc_method_handler(service.fill_slot),
@@ -121,40 +129,55 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
         self._keeper.abort(request.reservation_id)
         return pb.AbortReply()
 
-    async def fetch_payloads(self, request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """Stream the leased blocks' payloads, block after block, each cut into chunks; chunks never span blocks."""
+    async def fetch_payloads(self, request: bytes, context: grpc.aio.ServicerContext) -> None:
+        """Stream the leased blocks' payloads, block after block, each cut into chunks; chunks never span blocks.
+
+        Ends after LEASE_TTL_MS whatever the reader does: no lease lasts longer.
+        """
         try:
-            lease_id = pb.FetchRequest.FromString(request).lease_id
-            for payload in self._keeper.leased_payloads(lease_id):
-                for start in range(0, len(payload), FETCH_CHUNK_BYTES):
-                    if start and not self._keeper.holds_lease(lease_id):
-                        break  # the next step of leased_payloads raises
-                    yield bytes(payload[start : start + FETCH_CHUNK_BYTES])
+            async with asyncio.timeout(LEASE_TTL_MS / 1_000):
+                lease_id = _parse(pb.FetchRequest, request).lease_id
+                for payload in self._keeper.leased_payloads(lease_id):
+                    for start in range(0, len(payload), FETCH_CHUNK_BYTES):
+                        if start and not self._keeper.holds_lease(lease_id):
+                            break  # the next step of leased_payloads raises
+                        await context.write(bytes(payload[start : start + FETCH_CHUNK_BYTES]))
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the reader is slower than any lease")
         except (CacheFault, ValueError) as fault:
             await context.abort(*status_of(fault))
 
     async def fill_slot(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
-        """Write a stream of chunks into a reserved slot and commit it; whatever goes wrong gives the slot back."""
+        """Write a stream of chunks into a reserved slot and commit it; whatever goes wrong gives the slot back.
+
+        Ends after RESERVATION_TTL_MS whatever the writer does: no reservation lasts longer.
+        """
         reservation_id = ""
         try:
-            start = pb.FillStart.FromString(await anext(requests, b""))
-            reservation_id = start.reservation_id
-            filled = 0
-            async for chunk in requests:
-                buffer = self._keeper.reserved_buffer(reservation_id)  # asked for again: it may have expired meanwhile
-                if filled + len(chunk) > len(buffer):
-                    raise BlockCorrupt(b"", "the payload is longer than was reserved")
-                buffer[filled : filled + len(chunk)] = chunk
-                filled += len(chunk)
-            if filled != len(self._keeper.reserved_buffer(reservation_id)):
-                raise BlockCorrupt(b"", "the payload is shorter than was reserved")
-            self._keeper.commit(reservation_id, start.payload_xxh3)
+            async with asyncio.timeout(RESERVATION_TTL_MS / 1_000):
+                start = _parse(pb.FillStart, await anext(requests, b""))
+                reservation_id = start.reservation_id
+                await self._fill(reservation_id, requests)
+                self._keeper.commit(reservation_id, start.payload_xxh3)
             return bytes(pb.CommitReply().SerializeToString())
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the writer is slower than any reservation")
         except (CacheFault, ValueError) as fault:
             await context.abort(*status_of(fault))
-            raise AssertionError("abort raises") from fault
         finally:
             self._keeper.abort(reservation_id)  # no effect after a commit
+        raise AssertionError("abort raises")
+
+    async def _fill(self, reservation_id: str, chunks: AsyncIterator[bytes]) -> None:
+        filled = 0
+        async for chunk in chunks:
+            buffer = self._keeper.reserved_buffer(reservation_id)  # asked for again: it may have expired meanwhile
+            if filled + len(chunk) > len(buffer):
+                raise BlockCorrupt(b"", "the payload is longer than was reserved")
+            buffer[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+        if filled != len(self._keeper.reserved_buffer(reservation_id)):
+            raise BlockCorrupt(b"", "the payload is shorter than was reserved")
 
 
 async def _answer(context: grpc.aio.ServicerContext, step: Callable[[], _T]) -> _T:
@@ -165,6 +188,14 @@ async def _answer(context: grpc.aio.ServicerContext, step: Callable[[], _T]) -> 
         aborted: Awaitable[Any] = context.abort(*status_of(fault))
         await aborted
         raise AssertionError("abort raises") from fault
+
+
+def _parse(kind: Any, raw: bytes) -> Any:
+    """A message of a method with identity serialisers. ValueError when the bytes are not one."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise ValueError(f"not a {kind.DESCRIPTOR.name}") from error
 
 
 def _namespace(text: str) -> NamespaceId:

@@ -33,6 +33,7 @@ class SharedMemoryStore:
         """As `BlockSource.lease_prefix`."""
         asked_s = self._clock.now_s()  # before the call: our idea of the end must not be later than the node's
         lease = await self._calls.lease(namespace, chain, first_block=first_block, deadline=deadline)
+        self._forget_ended()
         if lease.lease_id:
             self._lease_ends_s[lease.lease_id] = asked_s + lease.expires_in_ms / 1_000
         return lease
@@ -78,6 +79,12 @@ class SharedMemoryStore:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+
+    def _forget_ended(self) -> None:
+        """Leases that nobody released (their reader was cancelled) must not add up here; the node ends its side."""
+        now_s = self._clock.now_s()
+        for lease_id in [lease_id for lease_id, end_s in self._lease_ends_s.items() if end_s <= now_s]:
+            del self._lease_ends_s[lease_id]
 
     def _mapped(self, incarnation: int) -> ArenaView:
         """The arena of exactly that incarnation. Raises StoreUnavailable when the file is another's by now."""

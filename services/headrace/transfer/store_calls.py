@@ -33,7 +33,7 @@ class StoreCalls:
         self.record = record
         self.clock = clock
         self.channel = channels.to(record.address)
-        self._stub = pb_grpc.BlockStoreStub(self.channel)
+        self._stub = pb_grpc.BlockStoreStub(self.channel)  # type: ignore[no-untyped-call]
 
     async def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline) -> Lease:
         """One round trip. Raises StoreUnavailable, BlockCorrupt (a header that does not parse)."""
