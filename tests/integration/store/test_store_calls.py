@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +10,21 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from store_calls_kit import deadline, publish, read
-from store_kit import LAYOUT, make_header, make_prompt, payload_of
+from store_calls_kit import CLOCK, deadline, publish, read
+from store_kit import LAYOUT, StoreKit, make_header, make_kit, make_prompt, payload_of
 
 from headrace.core.block import payload_digest
 from headrace.core.errors import BlockCorrupt, LeaseExpired, StoreUnavailable
 from headrace.core.limits import FETCH_CHUNK_BYTES
+from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import AlreadyStored, NotStored, Reservation
+from headrace.transfer.channels import build_server
+from headrace.transfer.serve_blocks import serve_blocks
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, block_store_pb2, block_store_pb2_grpc
 
 # One block of this layout is longer than a chunk, and no multiple of one.
 LONG = replace(LAYOUT, num_layers=FETCH_CHUNK_BYTES // LAYOUT.block_bytes + 3)
+FETCH, FILL = "/headrace.v1.BlockStore/Fetch", "/headrace.v1.BlockStore/Fill"
 WRITER = """
 import asyncio, sys
 sys.path.insert(0, {kit!r})
@@ -37,6 +42,11 @@ async def main():
     await asyncio.sleep(60)
 asyncio.run(main())
 """
+
+
+@pytest.fixture
+def kit() -> StoreKit:
+    return make_kit()
 
 
 async def test_a_block_published_either_way_is_read_byte_equal_either_way(nodes) -> None:
@@ -258,3 +268,65 @@ async def test_health_says_whether_the_node_serves(nodes) -> None:
         for name in ("", "headrace.v1.BlockStore"):
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_more_calls_than_a_server_takes_are_refused_at_once_and_not_queued(nodes, kit) -> None:
+    server = build_server(rpcs_max=1)
+    serve_blocks(server, kit.node)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    record = StoreNodeRecord("n1", kit.node.incarnation, "h", f"127.0.0.1:{port}", "", 0)
+    remote, prompt = nodes.grpc(record), make_prompt(1, 1)
+    (reserved,) = await remote.reserve([make_header(prompt, 0)], deadline=deadline())
+    started = asyncio.Event()
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield block_store_pb2.FillStart(reservation_id=reserved.reservation_id).SerializeToString()
+        yield b"first bytes"
+        started.set()
+        await asyncio.sleep(60)
+
+    fill = asyncio.ensure_future(nodes.channels.to(record.address).stream_unary(FILL)(stalled(), timeout=30))
+    await started.wait()
+    await asyncio.sleep(0.1)
+    with pytest.raises(StoreUnavailable, match="RESOURCE_EXHAUSTED"):
+        await remote.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+    fill.cancel()
+    await asyncio.gather(fill, return_exceptions=True)
+    async with asyncio.timeout(5):
+        while kit.node.stat().reserved_blocks:  # noqa: ASYNC110 (the far side of a cancelled call has no event here)
+            await asyncio.sleep(0.02)
+    assert await publish(remote, prompt, [0]) == 1
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("method", [FETCH, FILL])
+async def test_junk_on_a_raw_method_is_a_typed_error(nodes, method: str) -> None:
+    async with nodes.inside() as service:
+        channel = nodes.channels.to(service.record.address)
+
+        async def junk() -> AsyncIterator[bytes]:
+            yield b"\xff\xff\xff"
+
+        fetch, fill = channel.unary_stream(FETCH), channel.stream_unary(FILL)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (fetch(b"\xff\xff\xff").read() if method == FETCH else fill(junk()))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_large_prefix_arrives_over_grpc_as_fast_as_memory_lets_it(nodes) -> None:
+    """69 MB measured 60 ms on two shared cores; twenty times that means that tiny messages crept in."""
+    node = await nodes.start("fast", arena_mb=128)
+    layout = replace(LAYOUT, num_layers=720)  # 47 blocks of 1.4 MiB: 3,000 tokens of the default model
+    remote, prompt = nodes.grpc(node.record), make_prompt(5, 47)
+    assert await publish(nodes.shared_memory(node.record), prompt, range(47), layout) == 47
+    best_s = float("inf")
+    for _ in range(4):
+        lease = await remote.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+        started_s = CLOCK.now_s()
+        async for view in remote.fetch_blocks(lease, deadline=deadline()):
+            assert len(view) == layout.block_bytes
+        best_s = min(best_s, CLOCK.now_s() - started_s)
+        await remote.release(lease)
+    assert layout.block_bytes * 47 > 60e6
+    assert best_s < 1.4
