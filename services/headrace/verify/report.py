@@ -116,9 +116,10 @@ class VerifyReport:
             ]
             for row in self.kv_cache.growth
         ]
+        found = self.kv_cache
         title = (
-            f"{COMPARED_TOKENS} new tokens after {self.kv_cache.prompt_tokens}: {self.kv_cache.with_cache_s:.1f} s with KV "
-            f"cache, {self.kv_cache.without_cache_s:.1f} s without, {self.kv_cache.speedup:.1f} times faster"
+            f"{COMPARED_TOKENS} new tokens after {found.prompt_tokens}: {found.with_cache_s:.1f} s with KV cache, "
+            f"{found.without_cache_s:.1f} s without, {found.speedup:.1f} times faster"
         )
         return (title, ["text, tokens", "tokens/s with cache", "tokens/s without", "KV memory"], rows)
 

@@ -8,7 +8,7 @@ digest of all its logits can be compared. A path counts only when it reused what
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -42,7 +42,7 @@ from headrace.engine.model_runner import ModelRunner
 from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.index.redis_index import RedisIndex
 from headrace.index.redis_membership import RedisMembership
-from headrace.verify.measure_kv_cache import COMPARED_TOKENS, KvCacheComparison, measure_kv_cache
+from headrace.verify.measure_kv_cache import COMPARED_TOKENS, measure_kv_cache
 from headrace.verify.plot_report import plot_report
 from headrace.verify.recording_runner import RecordingRunner
 from headrace.verify.report import PathRun, VerifyReport
@@ -55,7 +55,7 @@ PROMPT_TOKENS_MAX = 1_024
 # The prompt before which KV cache and none are compared; the published figure's text is of this order.
 COMPARED_PROMPT_TOKENS = 256
 # Publication goes on behind the stream's end, and re-registration behind a restart; both take well under a second.
-PUBLISH_TIMEOUT_S = 60.0
+SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.05
 WORKER_A, WORKER_B = WorkerId("verify-a"), WorkerId("verify-b")
 
@@ -200,18 +200,29 @@ class _World:
     async def wait_until_stored(self, prompt: HashedPrompt) -> None:
         """Until the node says that it holds every full block of the prompt. Raises DeadlineExceeded."""
         holder = HolderId(f"node:{self.node_id}")
-        async with Deadline.after(PUBLISH_TIMEOUT_S, SystemClock()).scope("publish a prompt to the store node"):
-            while (await self.index.longest_prefix(prompt.namespace, prompt.chain)).of(holder) < len(prompt.chain):
-                await asyncio.sleep(POLL_S)
+
+        async def is_stored() -> bool:
+            return (await self.index.longest_prefix(prompt.namespace, prompt.chain)).of(holder) == len(prompt.chain)
+
+        await _poll(is_stored, "publish a prompt to the store node")
 
     async def restart_store(self) -> None:
         """Kill the node's process, start it again, and wait until both workers have seen the new one."""
         await asyncio.to_thread(self.store.kill)
         await asyncio.to_thread(self.store.start)
-        async with Deadline.after(PUBLISH_TIMEOUT_S, SystemClock()).scope("see the store node again"):
-            while self.store.incarnation not in {n.incarnation for n in await self.membership.store_nodes()}:
-                await asyncio.sleep(POLL_S)
+
+        async def is_seen() -> bool:
+            return self.store.incarnation in {node.incarnation for node in await self.membership.store_nodes()}
+
+        await _poll(is_seen, "see the store node again")
         await asyncio.sleep(2 * MEMBER_REFRESH_MS / 1000)  # workers read the members at this interval
+
+
+async def _poll(holds: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait for something that announces itself to nobody here. Raises DeadlineExceeded."""
+    async with Deadline.after(SETTLE_TIMEOUT_S, SystemClock()).scope(what):
+        while not await holds():  # noqa: ASYNC110 - what is waited for happens in other processes
+            await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager

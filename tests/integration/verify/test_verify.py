@@ -1,0 +1,86 @@
+"""`headrace verify` as a user runs it, on a tiny model: a real index, store process and engine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tiny_model import make_tiny_model
+
+from headrace.admin.cli import main
+from headrace.core.generation import CachedTokens
+from headrace.verify.measure_kv_cache import KvCacheComparison
+from headrace.verify.report import PATHS, PathRun, VerifyReport
+
+
+def make_run(**changed) -> PathRun:
+    run = PathRun(
+        prompt_tokens=20,
+        generated_tokens=200,
+        cached=CachedTokens(device=16),
+        ttft_ms=5.0,
+        token_equal=True,
+        bit_equal=True,
+        reused=True,
+    )
+    return replace(run, **changed)
+
+
+def make_report(**changed_grpc_run) -> VerifyReport:
+    runs = {path: [make_run()] for path in PATHS} | {"grpc": [make_run(**changed_grpc_run)]}
+    kv_cache = KvCacheComparison(
+        prompt_tokens=256, with_cache_s=1.0, without_cache_s=6.0, token_equal=True, bit_equal=True, growth=()
+    )
+    return VerifyReport("m", exact_claimed=True, generated_tokens=200, runs=runs, kv_cache=kv_cache, plot="p.png")
+
+
+def test_verify_shows_equality_on_every_path_and_what_the_cache_saves(tmp_path: Path):
+    """Would fail if any path computed other bits, did not reuse what it promises, or left something behind."""
+    model = make_tiny_model(tmp_path / "tiny-llama")
+    plot = tmp_path / "verify.png"
+    done = CliRunner().invoke(
+        main,
+        ["verify", "--json", f"--model={model}", f"--plot={plot}", "--block-tokens=16", "--torch-threads=1"],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["model"] == "tiny-llama"
+    assert (found["bit_equal"], found["token_equal"], found["reused"]) == (True, True, True)
+    assert found["generated_tokens"] >= 200
+    assert set(found["paths"]) == set(PATHS)
+    for name, path in found["paths"].items():
+        assert path["bit_equal"]
+        assert path["ttft_ms"] > 0
+        assert path["cached_tokens"] == (0 if name == "cold" else 1_008)
+    assert found["kv_cache_speedup_at_200"] > 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert not list(Path("/dev/shm").glob("*verify-*"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({"bit_equal": False}, "the bits of logits"),
+        ({"token_equal": False, "bit_equal": False}, "token ids differ"),
+        ({"reused": False}, "NOT SHOWN"),
+    ],
+    ids=["bits", "tokens", "no reuse"],
+)
+def test_one_run_that_is_not_as_it_should_be_makes_the_whole_not_equal(changed, verdict):
+    report = make_report(**changed)
+    assert not report.equal
+    assert verdict in report.verdict()
+
+
+def test_a_report_whose_runs_are_all_equal_is_equal():
+    assert make_report().equal
+    assert make_report().as_json()["kv_cache_speedup_at_200"] == 6.0
+
+
+def test_a_context_without_room_for_a_prompt_is_refused_with_the_remedy(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "tiny-llama")
+    done = CliRunner().invoke(main, ["verify", f"--model={model}", "--context-tokens-max=100", "--torch-threads=1"])
+    assert done.exit_code == 3
+    assert "no room" in done.stderr
