@@ -191,6 +191,8 @@ def checked(node: StoreNode) -> Iterator[StoreNode]:
 class SimulatedNodes:
     """StoreNodes of one worker, and (doing nothing) their table's life."""
 
+    following = True
+
     def __init__(self, host: str, nodes: dict[str, SimulatedNode], rates: FaultRates) -> None:
         """nodes: host name -> its node; node ids equal host names here."""
         self._host = host

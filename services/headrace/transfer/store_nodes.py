@@ -51,6 +51,11 @@ class StoreNodeTable:
         self._node_id_to_node.clear()
         await self._channels.close()
 
+    @property
+    def following(self) -> bool:
+        """Whether the table is kept in step with the members."""
+        return self._refresher is not None and not self._refresher.done()
+
     async def refresh(self) -> None:
         """Make the table what Membership says now; nodes that did not change keep their mappings and channels."""
         try:

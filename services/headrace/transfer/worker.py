@@ -120,13 +120,17 @@ class Worker:
         with suppress(TimeoutError):  # what still runs then is ended by the engine, with WorkerUnavailable
             async with asyncio.timeout(DRAIN_TIMEOUT_MS / 1000):
                 await self._idle.wait()
-        await self.engine.stop()
-        await self.publisher.stop()
-        await self._node_table.stop()
+        try:
+            await self.engine.stop()
+        finally:
+            await self.publisher.stop()
+            await self._node_table.stop()
 
     def healthy(self) -> bool:
-        """Whether a request sent now can be served: the engine steps and publishes. Being busy is healthy."""
-        return self._serving and self.engine.healthy() and self.publisher.running
+        """Whether a request sent now can be served, and the tasks behind it live. Being busy is healthy."""
+        if not self._serving or self._announcer is None or self._announcer.done():
+            return False
+        return self.engine.healthy() and self.publisher.running and self._node_table.following
 
     def record(self) -> WorkerRecord:
         """Who this worker is and how loaded it is now."""

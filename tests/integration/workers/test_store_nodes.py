@@ -1,0 +1,117 @@
+"""Which store nodes a worker sees, and that one bad node costs one failed call and not one per request."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from headrace.blocks.host_arena import host_id
+from headrace.core.block import CacheSource
+from headrace.core.clock import Deadline, SystemClock
+from headrace.core.errors import IndexUnavailable, StoreUnavailable
+from headrace.core.generation import CachedTokens
+from headrace.core.limits import NODE_QUARANTINE_MS
+from headrace.transfer.store_nodes import StoreNodeTable
+
+B = 8
+CLOCK = SystemClock()
+
+
+@pytest.fixture
+async def table_on(membership, tmp_path):
+    """Tables of workers on this host or another; all stopped at the end."""
+    tables = []
+
+    async def make(host: str | None = None, members=membership):
+        faults = []
+        table = StoreNodeTable(
+            host=host or host_id(tmp_path), membership=members, clock=CLOCK, report_fault=faults.append
+        )
+        await table.start()
+        tables.append(table)
+        return table, faults
+
+    yield make
+    for table in tables:
+        await table.stop()
+
+
+async def test_the_own_hosts_node_is_mapped_and_others_are_reached_by_id(store_node, table_on):
+    """Fails when a node of another host is mapped, or the own one is published to over gRPC."""
+    near, _ = await table_on()
+    far, _ = await table_on("elsewhere")
+    assert near.sink() is near.local() is not None
+    assert near.remote("node-1") is not None
+    assert far.local() is None
+    assert far.sink() is far.remote("node-1") is not None
+    assert near.sink_node_id() == far.sink_node_id() == "node-1"
+    assert far.remote("unknown") is None
+
+
+async def test_a_node_that_failed_is_left_alone_for_a_while_and_then_tried_again(store_node, membership, table_on):
+    """Fails when every request asks a dead node, or a node that failed once is never asked again."""
+    await membership.withdraw(store_node.record)
+    await membership.announce(replace(store_node.record, address="127.0.0.1:1"), ttl_ms=60_000)
+    table, _ = await table_on("elsewhere")
+    node = table.remote("node-1")
+    with pytest.raises(StoreUnavailable):
+        await node.lease_prefix("0" * 32, (bytes(16),), first_block=0, deadline=Deadline.after(1, CLOCK))
+    assert table.remote("node-1") is None
+    assert table.sink() is None
+    await asyncio.sleep(NODE_QUARANTINE_MS / 1000 + 0.05)
+    assert table.remote("node-1") is not None
+
+
+async def test_a_node_under_a_new_incarnation_is_a_new_node(store_node, membership, table_on):
+    """Fails when a restarted node inherits the quarantine or the mapping of the one before."""
+    table, _ = await table_on()
+    before = table.local()
+    await membership.announce(replace(store_node.record, incarnation=store_node.node.incarnation + 1), ttl_ms=60_000)
+    await table.refresh()
+    assert table.local() is not before
+    unchanged = table.local()
+    await table.refresh()
+    assert table.local() is unchanged
+
+
+async def test_while_the_index_is_away_known_nodes_stay(store_node, membership, table_on):
+    """Fails when an outage of the index takes the store nodes away too."""
+
+    class Flaky:
+        away = False
+
+        async def store_nodes(self):
+            if self.away:
+                raise IndexUnavailable("test")
+            return await membership.store_nodes()
+
+    members = Flaky()
+    table, faults = await table_on(members=members)
+    members.away = True
+    await table.refresh()
+    assert table.local() is not None
+    assert [type(fault) for fault in faults] == [IndexUnavailable]
+
+
+async def test_a_worker_without_a_node_of_its_own_publishes_over_grpc(make_worker, store_node, prompts):
+    """Fails when blocks sent over gRPC are not stored, or differ from those written in place."""
+    far, near = await make_worker("far", near=False), await make_worker("near")
+    token_ids = prompts(4 * B + 1)
+    computed = await far.decode(token_ids)
+    await far.published()
+    reply = await near.decode(token_ids)
+    assert reply.cached == CachedTokens(shared_memory=4 * B)
+    assert reply.same_answer_as(computed)
+
+
+async def test_eight_prefills_of_one_cold_prompt_on_two_workers_store_it_once(make_worker, store_node, prompts):
+    """Fails when publishing the same block twice is an error, a second copy, or a lost reference."""
+    workers = [await make_worker("p1"), await make_worker("p2")]
+    token_ids = prompts(6 * B, salt=5)
+    results = await asyncio.gather(*(workers[number % 2].prefill(token_ids) for number in range(8)))
+    assert {result.published_blocks for result in results} == {6}
+    assert store_node.node.stat().committed_blocks == 6
+    reader = await make_worker("reader")
+    reply = await reader.decode(token_ids)
+    assert reply.cached.by_source()[CacheSource.SHARED_MEMORY] == 5 * B
+    assert reply.same_answer_as(await reader.cold(token_ids))
