@@ -98,6 +98,7 @@ class GatewayService:
         """Read who is alive and keep reading. A membership service that is away does not stop the start."""
         await self.refresh()
         self._refreshing = asyncio.create_task(self._keep_refreshing())
+        self._refreshing.add_done_callback(_log_end)
 
     async def stop(self) -> None:
         """Stop refreshing and the tokenizer threads. Requests under way end with their callers. Idempotent."""
@@ -108,8 +109,9 @@ class GatewayService:
         self.tokenizers.close()
 
     def ready(self) -> bool:
-        """Whether a request could be served now: this gateway has started and knows a decode worker."""
-        return self._refreshing is not None and self.table.can_decode()
+        """Whether a request could be served now: this gateway follows the workers and knows one that decodes."""
+        following = self._refreshing is not None and not self._refreshing.done()
+        return following and self.table.can_decode()
 
     @property
     def inflight(self) -> int:
@@ -205,6 +207,12 @@ class GatewayService:
             )
             for choice in range(request.choices)
         ]
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    """A refresh that ends by itself is a bug: say so, and `ready` turns false."""
+    if not task.cancelled():
+        log.critical("the worker table is followed no more", exc_info=task.exception())
 
 
 def hash_for(namespace: Namespace, token_ids: tuple[int, ...], *, cache_salt: str = "") -> HashedPrompt:

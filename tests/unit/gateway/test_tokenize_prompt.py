@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from headrace.core.clock import Deadline, SystemClock
@@ -36,6 +37,19 @@ async def test_text_and_chat_give_the_ids_of_transformers_itself(model_path, tok
     assert await tokenize(chat, model_path, tokenizers) == tuple(expected)
     assert await tokenize(TextPrompt("Grüße"), model_path, tokenizers) == tuple(reference("Grüße")["input_ids"])
     assert await tokenize(TokenPrompt((5, 6)), model_path, tokenizers) == (5, 6)
+
+
+async def test_special_tokens_are_added_to_text_and_not_to_a_chat(model_path, tmp_path, tokenizers):
+    """Fails when a chat, whose template spells its own, gets a second begin-of-sequence token, or text gets none."""
+    begins = AutoTokenizer.from_pretrained(model_path)
+    begins.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 0)]
+    )
+    begins.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 257}')
+    assert (await tokenize(TextPrompt("a"), str(tmp_path), tokenizers))[0] == 0
+    chat = ChatPrompt((ChatTurn("user", "a"),))
+    assert await tokenize(chat, str(tmp_path), tokenizers) == await tokenize(chat, model_path, tokenizers)
 
 
 async def test_messages_that_the_template_refuses_are_the_callers_fault(model_path, tokenizers):

@@ -1,0 +1,94 @@
+"""The service's own life: it follows the workers, through a membership that is away, and says when it cannot serve."""
+
+import asyncio
+
+import pytest
+from tiny_gateway import make_namespace, make_worker_record, tiny_gateway
+
+from headrace.core.errors import IndexUnavailable
+from headrace.gateway.service import hash_for, settle_sampling
+from headrace.wire.client_request import SamplingOptions
+
+D0 = make_worker_record("d0")
+
+
+async def until(condition, seconds=3.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - the refresh tells nobody
+            await asyncio.sleep(0.02)
+
+
+async def test_workers_that_come_and_go_are_noticed_without_a_restart(model_path):
+    """Fails when the table is read once."""
+    async with tiny_gateway(model_path=model_path) as gateway:
+        assert not gateway.service.ready()
+        assert gateway.service.models() == ()
+        await gateway.membership.announce(D0, ttl_ms=60_000)
+        await until(gateway.service.ready)
+        assert [model.name for model in gateway.service.models()] == ["tiny"]
+        await gateway.membership.announce(make_worker_record("d1", incarnation=9), ttl_ms=60_000)
+        await gateway.membership.withdraw(D0)
+        await until(lambda: [r.worker_id for r in gateway.service.table.live()] == ["d1"])
+
+
+async def test_a_membership_that_is_away_leaves_the_known_workers_in_service(model_path):
+    """Fails when Redis being away stops requests, or when its return is not noticed."""
+    async with tiny_gateway(D0, model_path=model_path) as gateway:
+        there = gateway.membership.workers
+
+        async def away():
+            raise IndexUnavailable("away")
+
+        gateway.membership.workers = away
+        await gateway.service.refresh()
+        assert gateway.service.ready()
+        assert not gateway.service.index_available
+        gateway.membership.workers = there
+        await until(lambda: gateway.service.index_available)
+
+
+async def test_a_gateway_that_stopped_following_is_not_ready(model_path):
+    """Fails when a broken refresh goes unseen while the table grows old."""
+    async with tiny_gateway(D0, model_path=model_path) as gateway:
+
+        async def broken():
+            raise ZeroDivisionError
+
+        gateway.membership.workers = broken
+        await until(lambda: not gateway.service.ready())
+        gateway.membership.workers = gateway.membership.store_nodes
+
+
+async def test_stopping_twice_is_harmless_and_ends_readiness(model_path):
+    """Fails when a stopped gateway still claims to serve."""
+    async with tiny_gateway(D0, model_path=model_path) as gateway:
+        await gateway.service.stop()
+        await gateway.service.stop()
+        assert not gateway.service.ready()
+
+
+def test_salts_narrow_and_cannot_be_spelled_as_another_group():
+    """Fails when a salt gives the namespace of a group that another deployment's callers share."""
+    namespace, other = make_namespace(), make_namespace(trust_group="default:x")
+    ids = {
+        hash_for(ns, (1, 2, 3, 4), cache_salt=salt).namespace for ns in (namespace, other) for salt in ("", "x", "y")
+    }
+    assert len(ids) == 6
+    assert hash_for(namespace, (1,)).namespace == namespace.id
+    assert hash_for(namespace, (1,), cache_salt="7:default:x").namespace != other.id
+
+
+@pytest.mark.parametrize(
+    ("named", "default", "room", "expected"), [(None, 16, 5, 5), (None, 16, 50, 16), (3, 16, 5, 3)]
+)
+def test_the_outputs_bound_is_the_callers_or_what_fits(named, default, room, expected):
+    """Fails when a default overrides a wish, or does not fit."""
+    options = SamplingOptions(max_tokens=named, max_tokens_default=default)
+    assert settle_sampling(options, prompt_tokens=10, tokens_max=10 + room).max_tokens == expected
+
+
+def test_unset_seeds_are_drawn_and_set_ones_are_kept():
+    """Fails when two sampled answers are always the same, or a seed of 0 is taken for none."""
+    drawn = {settle_sampling(SamplingOptions(), prompt_tokens=1, tokens_max=9).seed for _ in range(3)}
+    assert len(drawn) == 3
+    assert settle_sampling(SamplingOptions(seed=0), prompt_tokens=1, tokens_max=9).seed == 0
