@@ -109,9 +109,11 @@ class GatewayService:
         self.tokenizers.close()
 
     def ready(self) -> bool:
-        """Whether a request could be served now: this gateway follows the workers and knows one that decodes."""
+        """Whether a request could be served now: this gateway follows the workers, knows one that decodes, and does
+        not still load a tokenizer."""
         following = self._refreshing is not None and not self._refreshing.done()
-        return following and self.table.can_decode()
+        loading = any(self.tokenizers.is_loading(served.model_path) for served in self.table.models())
+        return following and self.table.can_decode() and not loading
 
     @property
     def inflight(self) -> int:
@@ -137,6 +139,9 @@ class GatewayService:
             self._index_available = False
         else:
             self._index_available = True
+        for served in self.table.models():
+            if served.model_path:
+                self.tokenizers.preload(served.model_path)
 
     async def _keep_refreshing(self) -> None:
         while True:

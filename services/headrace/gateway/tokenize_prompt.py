@@ -7,6 +7,7 @@ no model weights are read in a gateway. Knows nothing of workers beyond the dire
 import asyncio
 import functools
 import json
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from headrace.core.clock import Deadline
 from headrace.core.errors import ContextExceeded, InvalidRequest, ModelRefused
 from headrace.core.limits import TOKENIZER_THREADS
 from headrace.wire.client_request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -122,6 +125,11 @@ def load_tokenizer(model_path: str) -> PromptTokenizer:
     )
 
 
+def _log_failure(loading: asyncio.Future[PromptTokenizer]) -> None:
+    if not loading.cancelled() and (error := loading.exception()) is not None:
+        log.warning("a tokenizer could not be loaded: %s", error)
+
+
 class Tokenizers:
     """Tokenizers by model directory, each loaded once, and the threads that use them. Close it at the end."""
 
@@ -135,10 +143,25 @@ class Tokenizers:
         raised to all who waited and tried again by the next."""
         loading = self._loading.get(model_path)
         if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
-            loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, model_path)
-            self._loading[model_path] = loading
+            loading = self._start_load(model_path)
         async with deadline.scope("load the tokenizer"):
             return await asyncio.shield(loading)  # one caller's deadline must not end the load for the others
+
+    def preload(self, model_path: str) -> None:
+        """Begin to load a directory that was not asked for yet, so that its first caller need not wait."""
+        if model_path not in self._loading:
+            self._start_load(model_path)
+
+    def is_loading(self, model_path: str) -> bool:
+        """Whether a load is under way; false when it failed, since the next caller is told why."""
+        loading = self._loading.get(model_path)
+        return loading is not None and not loading.done()
+
+    def _start_load(self, model_path: str) -> asyncio.Future[PromptTokenizer]:
+        loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, model_path)
+        loading.add_done_callback(_log_failure)
+        self._loading[model_path] = loading
+        return loading
 
     async def run(self, work: Callable[[], Result], *, deadline: Deadline) -> Result:
         """Run blocking tokenizer work in one of the threads. What a cancelled caller started runs to its end there."""

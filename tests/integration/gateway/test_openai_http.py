@@ -281,7 +281,7 @@ async def test_ready_means_that_a_decode_worker_is_known_and_health_does_not(mod
         assert (await client.get(f"{url}/health")).status_code == 200
         assert (await client.get(f"{url}/ready")).status_code == 503
         await gateway.membership.announce(WORKERS[0], ttl_ms=60_000)
-        await gateway.service.refresh()
+        await until(gateway.service.ready)
         assert (await client.get(f"{url}/ready")).status_code == 200
         assert (await client.get(f"{url}/metrics")).text == "headrace_up 1\n"
 

@@ -1,12 +1,14 @@
 """The service's own life: it follows the workers, through a membership that is away, and says when it cannot serve."""
 
 import asyncio
+import threading
 
 import pytest
 from tiny_gateway import make_namespace, make_worker_record, tiny_gateway
 
 from headrace.core.errors import IndexUnavailable
 from headrace.gateway.service import hash_for, settle_sampling
+from headrace.gateway.tokenize_prompt import PromptTokenizer, Tokenizers, load_tokenizer
 from headrace.wire.client_request import SamplingOptions
 
 D0 = make_worker_record("d0")
@@ -31,6 +33,23 @@ async def test_workers_that_come_and_go_are_noticed_without_a_restart(model_path
         await until(lambda: [r.worker_id for r in gateway.service.table.live()] == ["d1"])
 
 
+async def test_a_gateway_is_ready_once_its_tokenizers_are_loaded(model_path):
+    """Fails when the first request after the start pays for the load, or a model without one blocks readiness."""
+    release = threading.Event()
+
+    def load(path: str) -> PromptTokenizer:
+        release.wait(10)
+        return load_tokenizer(path)
+
+    async with tiny_gateway(D0, model_path=model_path, tokenizers=Tokenizers(load)) as gateway:
+        assert gateway.service.table.can_decode()
+        assert not gateway.service.ready()
+        release.set()
+        await until(gateway.service.ready, seconds=10)
+    async with tiny_gateway(D0, model_path="/nowhere") as gateway:
+        await until(gateway.service.ready)
+
+
 async def test_a_membership_that_is_away_leaves_the_known_workers_in_service(model_path):
     """Fails when Redis being away stops requests, or when its return is not noticed."""
     async with tiny_gateway(D0, model_path=model_path) as gateway:
@@ -41,7 +60,7 @@ async def test_a_membership_that_is_away_leaves_the_known_workers_in_service(mod
 
         gateway.membership.workers = away
         await gateway.service.refresh()
-        assert gateway.service.ready()
+        await until(gateway.service.ready)
         assert not gateway.service.index_available
         gateway.membership.workers = there
         await until(lambda: gateway.service.index_available)
@@ -54,6 +73,7 @@ async def test_a_gateway_that_stopped_following_is_not_ready(model_path):
         async def broken():
             raise ZeroDivisionError
 
+        await until(gateway.service.ready)
         gateway.membership.workers = broken
         await until(lambda: not gateway.service.ready())
         gateway.membership.workers = gateway.membership.store_nodes
