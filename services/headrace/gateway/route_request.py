@@ -101,9 +101,11 @@ async def route_request(
     match = await _find_match(requests[0], router, deadline)
     plan = _choose(requests[0], match, router, failed=frozenset())
     prefill = await _run_prefill(requests[0], plan, router, deadline)
+    prompt = requests[0].prompt
+    known_blocks = (len(prompt.token_ids) - plan.missing_tokens) // prompt.block_tokens
     choices = [
         _decode_choice(
-            _Choice(number, request, match, prefill, shared=len(requests) > 1),
+            _Choice(number, request, match, prefill, known_blocks=known_blocks, shared=len(requests) > 1),
             first_plan=plan if number == 0 else None,
             router=router,
             deadline=deadline,
@@ -187,20 +189,21 @@ class _Choice:
     request: GenerateRequest
     match: PrefixMatch
     prefill: _Prefill
+    known_blocks: int  # leading blocks that the first plan's decode worker could read before anybody worked on this
     shared: bool  # other choices of the same request compute the same prompt
 
     def computed_from(self, attempt: int) -> int:
         """First block that was, or may have been, computed for this request: it must not count as cached.
 
         A prefill worker says what it reused. Without one, whatever can be loaded was there before us, as long as
-        nobody worked on this request yet; else only what the index knew at the start is certainly not our own work.
+        nobody worked on this request yet; else only what could be read at the start is certainly not our own work.
         """
         chain_blocks = len(self.request.prompt.chain)
         if self.prefill.result is not None:
             return min(self.prefill.result.reused_blocks, chain_blocks)
         if attempt == 0 and not self.shared and not self.prefill.tried:
             return chain_blocks
-        return min(self.match.num_blocks, chain_blocks)
+        return min(self.known_blocks, chain_blocks)
 
     def hint_nodes(self, plan: Plan) -> tuple[str, ...]:
         """Store nodes to try, best first: the prefill worker's own, then those that the index named."""

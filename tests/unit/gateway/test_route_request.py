@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 from tiny_gateway import BLOCK_TOKENS, answer_text, make_namespace, make_worker_record, tiny_gateway
 
-from headrace.core.block import CacheSource
+from headrace.core.block import CacheSource, Tier
 from headrace.core.errors import (
     ContextExceeded,
     DeadlineExceeded,
@@ -19,7 +19,7 @@ from headrace.core.errors import (
 from headrace.core.generation import CacheControl, PrefillCall, WorkerId
 from headrace.core.members import WorkerRole
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
-from headrace.gateway.service import Accepted
+from headrace.gateway.service import Accepted, hash_for
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TextPrompt, TokenPrompt
 
 DECODERS = (make_worker_record("d0"), make_worker_record("d1"))
@@ -234,6 +234,20 @@ async def test_choices_are_separate_attempts_after_one_prefill(model_path):
         assert set(finished) == {0, 1, 2}
         assert all(event.finished.usage.cached.total == 0 for event in finished.values())
         gateway.assert_at_rest()
+
+
+async def test_a_choice_does_not_count_what_another_choice_computed_as_cached(model_path):
+    """Fails when a copy in a pool that nobody else can read makes a sibling's fresh work look like a hit."""
+    async with tiny_gateway(*DECODERS, model_path=model_path) as gateway:
+        await gateway.calls.index.register(
+            holder=DECODERS[1].holder_id,
+            incarnation=DECODERS[1].incarnation,
+            tier=Tier.DEVICE,
+            namespace=make_namespace().id,
+            blocks=hash_for(make_namespace(), LONG.token_ids).chain,
+        )
+        _, finished = await collect(gateway, ask(choices=3, decode_worker=WorkerId("d0")))
+        assert [event.finished.usage.cached.total for event in finished.values()] == [0, 0, 0]
 
 
 async def test_one_failed_choice_ends_the_others(model_path):
