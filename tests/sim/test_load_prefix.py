@@ -186,12 +186,28 @@ def test_a_node_that_dies_during_the_fetch_leaves_what_it_delivered_and_the_next
 class RecordingStore(DirectStore):
     """Remembers the leases that its caller learned of. One that was granted but never heard of can only expire."""
 
-    lease_ids: list
+    def __init__(self, node, *, mapped: bool, rates: FaultRates) -> None:
+        super().__init__(node, mapped=mapped, rates=rates)
+        self.lease_ids: list[str] = []
 
     async def lease_prefix(self, *args, **fields):
         lease = await super().lease_prefix(*args, **fields)
         self.lease_ids.append(lease.lease_id)
         return lease
+
+
+def test_the_own_node_is_not_asked_a_second_time_over_grpc():
+    """Fails when a hint that names this host's node costs a round trip for what shared memory did not have either."""
+
+    async def main(clock):
+        world = World(clock)
+        await store_blocks(world, "a", 3)
+        nodes = SimulatedNodes("a", world.nodes, FaultRates())
+        nodes._remote["a"] = RecordingStore(world.nodes["a"], mapped=False, rates=FaultRates())
+        assert (await load(world, nodes=nodes, hints=("a",))).num_blocks == 3
+        assert nodes._remote["a"].lease_ids == []
+
+    run_virtual(main, seed=1)
 
 
 def test_a_cancelled_load_holds_no_lease_and_its_copies_have_ended():
@@ -202,7 +218,6 @@ def test_a_cancelled_load_holds_no_lease_and_its_copies_have_ended():
             world, kv = World(clock), SimulatedKV(16)
             await store_blocks(world, "b", 6)
             store = RecordingStore(world.nodes["b"], mapped=False, rates=FaultRates(delay_s=0.02))
-            store.lease_ids = []
             nodes = SimulatedNodes("a", world.nodes, FaultRates())
             nodes._remote["b"] = store
             task = asyncio.create_task(load(world, nodes=nodes, hints=("b",), kv=kv))

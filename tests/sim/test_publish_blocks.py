@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 
+import pytest
 from simulated_engine import LAYOUT, NAMESPACE, SimulatedKV, cold_kv, make_prompt
 from simulated_nodes import DirectStore, FaultRates, SimulatedNodes
 from simulated_world import World
@@ -209,5 +210,31 @@ def test_stopping_at_any_moment_gives_all_references_back_and_ends_all_waiting()
             assert publishing.given_back == Counter(list(range(6)) * 3)
             for publication in publications:
                 assert 0 <= await publication.finished() <= 6
+
+    run_virtual(main, seed=1)
+
+
+def test_a_publisher_that_died_of_a_bug_is_seen_and_keeps_no_reference():
+    """Fails when a dead task leaves blocks queued for ever, or the worker goes on looking healthy."""
+
+    class BrokenKV(SimulatedKV):
+        def read_block(self, block_id, out):
+            raise AssertionError("a bug")
+
+    async def main(clock):
+        world = World(clock)
+        publishing = Publishing(world, kv=BrokenKV(16))
+        publications = [Publication(), Publication()]
+        for publication in publications:
+            for block in make_filled():
+                publishing.publisher.offer(publication, block)
+        for publication in publications:
+            assert await publication.finished() == 0
+        await asyncio.sleep(1)
+        assert not publishing.publisher.running
+        assert not publishing.publisher.offer(Publication(), make_filled()[0])
+        assert publishing.given_back == Counter([*range(6), *range(6), 0])
+        with pytest.raises(AssertionError, match="a bug"):
+            await publishing.publisher.stop()
 
     run_virtual(main, seed=1)
