@@ -19,6 +19,7 @@ from headrace.engine.engine import Admission, Engine, EngineEvent, EngineLoad, F
 from headrace.engine.event_stream import EventStream
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.model_runner import ModelRunner, SequenceStep
+from headrace.engine.sample_token import uniform
 
 from .conftest import BLOCK_TOKENS, CLOCK, VOCAB, Reply, admit, generate, make_prompt, until
 
@@ -213,6 +214,13 @@ async def test_seeds_decide_samples_and_the_company_does_not(make_engine: MakeEn
     first, second, repeated = await asyncio.gather(*(generate(engine, prompt, sampling=p) for p in params))
     assert_equal(repeated, first)
     assert first.token_ids != second.token_ids
+
+
+async def test_output_token_i_is_drawn_with_the_seeds_number_i(make_engine: MakeEngine) -> None:
+    """At an endless temperature all tokens are alike, so the draw alone decides. Fails if draws are counted wrongly."""
+    params = make_params(20, temperature=1e300, seed=77, logprobs=None)
+    reply = await generate(make_engine(), make_tokens(5, seed=1), sampling=params)
+    assert list(reply.token_ids) == [int(uniform(77, index) * VOCAB) for index in range(20)]
 
 
 # How a run ends
@@ -481,6 +489,34 @@ async def test_stopping_ends_runs_and_waits_and_refuses_what_comes_after(make_en
         await admit(engine, [1])
     assert not engine.healthy()
     await engine.stop()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_crowd_that_shares_cancels_and_outgrows_the_pool_gets_the_right_answers(
+    make_engine: MakeEngine, seed: int
+) -> None:
+    """Everything at once, on a pool for three of twenty. The fixture then checks that no block is missing."""
+    rng = random.Random(seed)
+    heads = [make_tokens(rng.randint(17, 40), seed=seed * 10 + number) for number in range(3)]
+    prompts = [[*rng.choice(heads), *make_tokens(rng.randint(1, 20), seed=number)] for number in range(20)]
+    params = [make_params(rng.randint(1, 25), logprobs=None, temperature=0.9, seed=number) for number in range(20)]
+    roomy = make_engine()
+    expected = [await generate(roomy, prompt, sampling=p) for prompt, p in zip(prompts, params, strict=True)]
+    tight = make_engine(usable_blocks=16, batch=5, chunk=rng.randint(1, 40))
+    tasks = [
+        asyncio.create_task(generate(tight, prompt, use_device=rng.random() < 0.7, sampling=p))
+        for prompt, p in zip(prompts, params, strict=True)
+    ]
+    for task in rng.sample(tasks, 6):
+        await asyncio.sleep(rng.random() * 0.05)
+        task.cancel()
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    for got, want in zip(replies, expected, strict=True):
+        if not isinstance(got, asyncio.CancelledError):
+            assert isinstance(got, Reply)
+            assert_equal(got, want)
+    assert any(isinstance(got, Reply) and got.num_device_blocks for got in replies)
+    await until(lambda: tight.pool.available_blocks == 16)
 
 
 # Health and load
