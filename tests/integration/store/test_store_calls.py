@@ -14,10 +14,10 @@ from store_calls_kit import CLOCK, deadline, publish, read
 from store_kit import LAYOUT, StoreKit, make_header, make_kit, make_prompt, payload_of
 
 from headrace.core.block import payload_digest
-from headrace.core.errors import BlockCorrupt, LeaseExpired, StoreUnavailable
+from headrace.core.errors import BlockCorrupt, BlockMissing, LeaseExpired, StoreUnavailable
 from headrace.core.limits import FETCH_CHUNK_BYTES
 from headrace.core.members import StoreNodeRecord
-from headrace.core.ports import AlreadyStored, NotStored, Reservation
+from headrace.core.ports import AlreadyStored, Lease, NotStored, Reservation
 from headrace.transfer.channels import build_server
 from headrace.transfer.serve_blocks import serve_blocks
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, block_store_pb2, block_store_pb2_grpc
@@ -330,3 +330,24 @@ async def test_a_large_prefix_arrives_over_grpc_as_fast_as_memory_lets_it(nodes)
         await remote.release(lease)
     assert layout.block_bytes * 47 > 60e6
     assert best_s < 1.4
+
+
+@pytest.mark.parametrize(
+    ("sent", "fault"), [([], BlockMissing), ([b"x" * 100], BlockMissing), ([b"x" * 3_000], StoreUnavailable)]
+)
+async def test_a_node_that_sends_less_or_more_than_a_block_has_is_found_out(nodes, sent, fault) -> None:
+    async def fetch(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        for chunk in sent:
+            yield chunk
+
+    server = build_server()
+    handlers = {"Fetch": grpc.unary_stream_rpc_method_handler(fetch)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("headrace.v1.BlockStore", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    remote = nodes.grpc(StoreNodeRecord("n1", 1, "h", f"127.0.0.1:{port}", "", 0))
+    header = make_header(make_prompt(1, 1), 0)
+    lease = Lease("l-1", 1, (header,), (0,), 1_000)
+    with pytest.raises(fault):
+        await anext(remote.fetch_blocks(lease, deadline=deadline()))
+    await server.stop(None)

@@ -24,7 +24,7 @@ from headrace.store.recover_arena import recover_arena
 from headrace.store.store_node import StoreNode
 
 
-async def until(holds: Callable[[], Awaitable[bool]], *, seconds: float = 10) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], *, seconds: float = 20) -> None:
     async with asyncio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110 (other processes have no event for us)
             await asyncio.sleep(0.05)
@@ -115,7 +115,12 @@ async def test_a_node_killed_at_any_moment_keeps_what_it_acknowledged_and_leaks_
             token += 10
 
     writers = [asyncio.create_task(write(stores[n % 2], 100 + n)) for n in range(4)]
-    await asyncio.sleep(0.05 + 0.2 * rng.random())
+
+    async def is_under_way() -> bool:
+        return bool(acknowledged)
+
+    await until(is_under_way)
+    await asyncio.sleep(0.1 * rng.random())
     await node.kill()
     for ended in await asyncio.gather(*writers, return_exceptions=True):
         assert isinstance(ended, CacheFault), ended
@@ -123,7 +128,6 @@ async def test_a_node_killed_at_any_moment_keeps_what_it_acknowledged_and_leaks_
     after = StoreNode(arena, node_id=node_id, clock=CLOCK, recovered=recover_arena(arena))
     after.check_integrity()
     held = {block_hash for _, block_hash in after.inventory()}
-    assert acknowledged
     # The arena is not full, so nothing was evicted: whatever was acknowledged is there.
     assert len(acknowledged) < arena.num_units * 0.9
     assert {make_prompt(token, 3).chain[position] for token, position in acknowledged} <= held
@@ -187,14 +191,14 @@ async def test_a_node_serves_while_redis_is_away_and_tells_all_when_it_comes_bac
         started_s = CLOCK.now_s()
         assert await publish(remote, more, range(2)) == 2
         assert len(await read(remote, prompt)) == 3
-        assert CLOCK.now_s() - started_s < 1
+        assert CLOCK.now_s() - started_s < 2
         valkey = EmbeddedValkey(port=port)
         valkey.start()
 
         async def all_is_indexed() -> bool:
             return (await indexed(index, "cutoff", prompt), await indexed(index, "cutoff", more)) == (3, 2)
 
-        await until(all_is_indexed, seconds=15)
+        await until(all_is_indexed, seconds=30)
     finally:
         await index.close()
         valkey.stop()
