@@ -3,12 +3,12 @@
 This file owns the arithmetic of attention and the rules that make a row's bits independent of chunking and batch:
 
 - One sequence per matrix product. Its queries are cut on an absolute grid of `TILE` positions, and the keys of a tile
-  always reach to the end of that tile, the tail masked: the number of keys changes the bits of a row even under a mask,
-  so a row must see the same number whoever computes it.
+  always reach to the end of that tile, the tail masked: the number of keys changes the bits of a row even under a
+  mask, so a row must see the same number whoever computes it.
 - The query heads that share a KV head are the rows of one matrix, padded to a multiple of `HEAD_ROWS`. How many such
   rows one product takes is then free, since each row's bits do not depend on the others.
-- Keys and values behind the sequence's end are zeroed in the gathered copy. Whatever a block held before (a payload that
-  failed its checksum, say) must not reach a product, since 0 x NaN is NaN.
+- Keys and values behind the sequence's end are zeroed in the gathered copy. Whatever a block held before (a payload
+  that failed its checksum, say) must not reach a product, since 0 x NaN is NaN.
 
 It knows nothing of models, schedulers or who owns a block. The step's context travels by a contextvar, because some
 models drop unknown keyword arguments on the way to the attention function.
@@ -38,7 +38,7 @@ SCORES_ELEMENTS_MAX = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """One sequence's part of a step: `num_rows` rows of the flattened batch from `row` are its positions from `start`."""
+    """One sequence's part of a step: `num_rows` rows of the batch from `row` on are its positions from `start` on."""
 
     row: int
     num_rows: int
@@ -52,7 +52,7 @@ class SequenceSpan:
 
 
 class Scratch:
-    """Buffers that live from step to step: fresh ones of this size would be mapped and zeroed by the kernel each time."""
+    """Buffers that live from step to step: fresh ones of this size are mapped and zeroed by the kernel each time."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}

@@ -6,14 +6,16 @@ right; it says nothing of bits (`numerics_probe.py` does).
 
 import copy
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from headrace.core.block import KvLayout
 from headrace.core.errors import ModelRefused
 from headrace.engine.attention import ATTENTION_NAME, TILE
+from headrace.engine.load_weights import load_weights
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes
@@ -36,13 +38,13 @@ def compare_forward(name: str, path: Path, config: PretrainedConfig) -> None:
     attention, then through the pool in ragged chunks beside a second sequence, and compares the logits.
     """
     sliced = _slice_config(config)
-    model = AutoModelForCausalLM.from_pretrained(path, config=sliced, dtype=torch.float32, attn_implementation="eager")
-    model.eval()
+    model = load_weights(path, config=sliced, dtype=torch.float32, attn_implementation="eager")
     difference = forward_difference(model, vocab_size=sliced.vocab_size)
     if not difference <= LOGIT_TOLERANCE:
         raise ModelRefused(
             name,
-            f"its logits with paged KV differ from transformers' own by {difference:.2g} (allowed: {LOGIT_TOLERANCE:g}); "
+            "its logits with paged KV differ from transformers' own "
+            f"by {difference:.2g} (allowed: {LOGIT_TOLERANCE:g}); "
             f"architecture {config.model_type} does something that paged attention does not reproduce",
         )
 
@@ -60,7 +62,7 @@ def forward_difference(model: torch.nn.Module, *, vocab_size: int) -> float:
     tables[1] = [len(tables[0]) + block for block in tables[1]]
     runner = ModelRunner(model, PagedKV(layout, len(tables[0]) + len(tables[1])), row_multiple=1, threads=0)
     differences = []
-    for step_index, (first, last) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+    for step_index, (first, last) in enumerate(pairwise(CUTS)):
         steps = [SequenceStep(prompts[0][first:last], first, tables[0], True)]
         wanted = [references[0][last - 1]]
         if step_index == 1:

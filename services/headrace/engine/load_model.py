@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from headrace.config import DEFAULT_MODEL, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
@@ -21,6 +22,7 @@ from headrace.core.errors import ConfigInvalid, ModelRefused
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import prepare_default_model
+from headrace.engine.load_weights import load_weights
 from headrace.engine.model_digests import (
     position_digest,
     read_check,
@@ -144,8 +146,8 @@ def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:
     except (OSError, HFValidationError) as error:  # hub and network errors are OSErrors
         raise ModelRefused(
             settings.model,
-            f"it is no local directory, and the hub did not give it ({type(error).__name__}: {error}); check the name and "
-            "the network, or give a directory",
+            f"it is no local directory, and the hub did not give it ({type(error).__name__}: {error}); check the name "
+            "and the network, or give a directory",
         ) from error
 
 
@@ -171,10 +173,10 @@ def _read_weights(name: str, path: Path, settings: ModelSettings) -> PreTrainedM
         raise ConfigInvalid("device", "no CUDA device is present; use auto or cpu")
     dtype: Any = "auto" if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        model = load_weights(path, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelRefused(name, f"its weights cannot be loaded: {error}") from error
-    return model.eval().to(device)
+    return model.to(device)
 
 
 def _kv_layout(name: str, model: PreTrainedModel, shapes: ShapeProbe, block_tokens: int) -> KvLayout:

@@ -1,7 +1,7 @@
 """Digests that say which model this is: weights, tokenizer, positions; and the small cache that spares re-reading them.
 
-This file owns what goes into each digest and the files `<model cache>/checks/*.json`. A check file is a memo: damaged or
-missing, it is made again. It knows nothing of engines.
+This file owns what goes into each digest and the files `<model cache>/checks/*.json`. A check file is a memo: damaged
+or missing, it is made again. It knows nothing of engines.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ POSITION_WORDS = ("rope", "rotary", "window", "layer_types", "position", "softca
 def weights_digest(path: Path, cache_dir: Path) -> str:
     """xxh3-128 over the names and bytes of a model directory's weight files, in name order.
 
-    Remembered under `cache_dir` for as long as no file's size or modification time changes. Raises ModelRefused when the
-    directory holds no weights.
+    Remembered under `cache_dir` for as long as no file's size or modification time changes. Raises ModelRefused when
+    the directory holds no weights.
     """
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
     if not files:
@@ -84,7 +84,7 @@ def read_check(cache_dir: Path, key: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def write_check(cache_dir: Path, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
-    """Remember `value` under `key`, atomically. A directory that cannot be written to costs time later, nothing else."""
+    """Remember `value` under `key`, atomically. A directory that cannot be written to only costs time later."""
     file = _check_file(cache_dir, key)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     try:

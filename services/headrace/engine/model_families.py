@@ -95,8 +95,8 @@ def check_family(name: str, config: PretrainedConfig) -> None:
         if rope_type not in ROPE_TYPES_SERVED:
             raise ModelRefused(
                 name,
-                f"rotary positions of type {rope_type!r} depend on the longest sequence of the batch, so cached keys would "
-                f"be wrong; served: {', '.join(sorted(ROPE_TYPES_SERVED))}",
+                f"rotary positions of type {rope_type!r} depend on the longest sequence of the batch, so cached keys "
+                f"would be wrong; served: {', '.join(sorted(ROPE_TYPES_SERVED))}",
             )
 
 

@@ -16,8 +16,8 @@ from headrace.engine.attention import TILE, Scratch, SequenceSpan, StepContext, 
 from headrace.engine.packed_linear import PackedLinear
 from headrace.engine.paged_kv import PagedKV
 
-# Multiplications in the middle-sized linear layer of a step below which one thread does the step: 16 M take about 0.2 ms
-# on one core, where waking a second thread and waiting for it takes 0.05 to 0.2 ms.
+# Multiplications in the middle-sized linear layer of a step below which one thread does the step: 16 M take about
+# 0.2 ms on one core, and waking a second thread and waiting for it takes 0.05 to 0.2 ms.
 PARALLEL_WORK_MIN = 16 * 1024 * 1024
 
 

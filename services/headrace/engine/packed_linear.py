@@ -7,8 +7,8 @@ multiplied, which is what decoding does. It knows nothing of models beyond their
 import torch
 from torch import nn
 
-# The number of rows that the library is told to pack for. On the machine this was measured on, 256 gave for every number
-# of rows from 1 to 256 the best or nearly the best time, in both number formats.
+# The number of rows that the library is told to pack for. Where this was measured, 256 gave the best or nearly the best
+# time for every number of rows from 1 to 256, in both number formats.
 PACKED_FOR_ROWS = 256
 
 
@@ -30,14 +30,13 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module) -> int:
     """Replace every plain linear layer of a CPU model, in place; returns how many.
 
-    Layers of other classes (also subclasses of nn.Linear) and number formats that oneDNN does not pack stay as they are.
+    Layers of other classes (also subclasses of nn.Linear) and number formats that oneDNN does not pack stay.
     """
     if not torch.backends.mkldnn.is_available():
         return 0
+    packable = {torch.float32}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        packable = {torch.float32, torch.bfloat16}
-    else:
-        packable = {torch.float32}
+        packable.add(torch.bfloat16)
     targets = [
         (parent, name, child)
         for parent in model.modules()

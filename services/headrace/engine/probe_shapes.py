@@ -11,7 +11,7 @@ from headrace.engine.attention import ShapeProbe, attending
 
 @torch.inference_mode()
 def probe_shapes(model: PreTrainedModel) -> ShapeProbe:
-    """Run two tokens through a model that uses paged attention, with attention replaced by zeros; returns what it saw."""
+    """Run two tokens through a model that uses paged attention, zeros in place of attention; returns what it saw."""
     probe = ShapeProbe()
     tokens = torch.tensor([[0, 1]], device=model.device)
     with attending(probe):

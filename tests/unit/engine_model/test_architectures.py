@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from tests.unit.engine_model.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model
 from transformers import AutoConfig, LlamaConfig
 
 from headrace.core.block import KvLayout
@@ -16,6 +15,7 @@ from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.packed_linear import pack_linears
 from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes
+from tests.unit.engine_model.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model
 
 BLOCK_TOKENS = 16
 NEW_TOKENS = 6
@@ -65,7 +65,7 @@ def make_runner(model, *, row_multiple=4):
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_greedy_tokens_equal_plain_transformers(case):
-    """Fails if a mask, a window, a position, a cap, a sink or a block table is wrong: random prompts, ragged batches."""
+    """Fails if a mask, a window, a position, a cap, a sink or a block table is wrong."""
     model = make_model(case)
     dice = random.Random(case)
     prompts = [tuple(dice.randrange(VOCAB_SIZE) for _ in range(n)) for n in PROMPT_LENGTHS]

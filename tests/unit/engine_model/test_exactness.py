@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from tests.unit.engine_model.tiny_models import VOCAB_SIZE, make_model
 
 from headrace.core.block import KvLayout, payload_digest
 from headrace.engine.attention import ATTENTION_NAME, register_attention
@@ -13,6 +12,7 @@ from headrace.engine.numerics_probe import find_row_multiple, probe_numerics, pr
 from headrace.engine.packed_linear import pack_linears
 from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes
+from tests.unit.engine_model.tiny_models import VOCAB_SIZE, make_model
 
 POOL_TOKENS = 1_600
 

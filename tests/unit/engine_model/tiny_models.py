@@ -43,7 +43,7 @@ ARCHITECTURES = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "mistral with a window": {"sliding_window": 24},
-    "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {},

@@ -1,0 +1,80 @@
+"""Blocks go in and out of the pool whole, at the right place, with the digest of what was copied."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.core.block import KvLayout, payload_digest
+from headrace.engine.paged_kv import PagedKV
+
+
+def make_kv(dtype="bfloat16", block_tokens=8, num_blocks=6):
+    return PagedKV(KvLayout(dtype, 3, 2, 16, block_tokens), num_blocks)
+
+
+def make_payload(kv, seed):
+    return np.random.default_rng(seed).integers(0, 256, kv.layout.block_bytes, dtype=np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("block_tokens", [1, 8])
+def test_a_block_written_is_read_back_byte_for_byte_with_its_digest(dtype, block_tokens):
+    kv = make_kv(dtype, block_tokens)
+    payloads = {block: make_payload(kv, block) for block in (0, 3, 5)}
+    for block, payload in payloads.items():
+        assert kv.write_block(block, memoryview(payload)) == payload_digest(payload)
+    for block, payload in payloads.items():
+        out = bytearray(kv.layout.block_bytes)
+        assert kv.read_block(block, memoryview(out)) == payload_digest(payload)
+        assert bytes(out) == payload
+
+
+def test_payload_layout_is_layers_then_k_and_v_then_heads_then_tokens():
+    """Fails if the axes of the payload are exchanged: the layout is part of the format that stores keep."""
+    kv = make_kv("float32")
+    expected = torch.arange(np.prod(kv.layout.shape), dtype=torch.float32).view(kv.layout.shape)
+    kv.write_block(4, memoryview(expected.numpy().tobytes()))
+    assert torch.equal(kv.pool[:, :, :, 4], expected)
+
+
+def test_writing_a_block_leaves_the_others_alone():
+    kv = make_kv()
+    kv.write_block(2, memoryview(make_payload(kv, 1)))
+    others = [block for block in range(kv.num_blocks) if block != 2]
+    assert not kv.pool[:, :, :, others].any()
+
+
+def test_blocks_copied_by_many_threads_at_once_stay_apart():
+    """Fails if threads share a staging buffer."""
+    kv = make_kv(block_tokens=64, num_blocks=16)
+    payloads = [make_payload(kv, seed) for seed in range(16)]
+
+    def copy(block):
+        digests = set()
+        for _ in range(20):
+            digests.add(kv.write_block(block, memoryview(payloads[block])))
+            out = bytearray(kv.layout.block_bytes)
+            digests.add(kv.read_block(block, memoryview(out)))
+        return digests
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(copy, range(16))) == [{payload_digest(p)} for p in payloads]
+
+
+@pytest.mark.parametrize("size", [-1, 1])
+def test_a_payload_of_the_wrong_size_is_our_bug(size):
+    kv = make_kv()
+    with pytest.raises(AssertionError):
+        kv.write_block(0, memoryview(bytes(kv.layout.block_bytes + size)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_blocks_round_trip_through_a_pool_on_the_device():
+    kv = PagedKV(KvLayout("bfloat16", 3, 2, 16, 8), 6, device="cuda")
+    payload = make_payload(kv, 7)
+    assert kv.write_block(3, memoryview(payload)) == payload_digest(payload)
+    out = bytearray(kv.layout.block_bytes)
+    assert kv.read_block(3, memoryview(out)) == payload_digest(payload)
+    assert bytes(out) == payload
