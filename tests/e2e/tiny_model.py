@@ -14,18 +14,22 @@ SPECIAL_TOKENS = ["<|eos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>
 TEXT = "The headrace carries water from the reservoir to the turbines, and the tailrace carries it away again."
 
 
-def make_tiny_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write config, weights, tokenizer and chat template; greedy text is gibberish, the same every time."""
+def make_tiny_model(
+    directory: Path, *, seed: int = 0, text: str = TEXT, vocab_size: int = 300, context_tokens_max: int = 4_096
+) -> Path:
+    """Write config, weights, tokenizer and chat template; greedy text is gibberish, the same every time.
+
+    The tokenizer is trained on `text`: a larger vocabulary makes fewer tokens of it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.train_from_iterator([text], trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|eos|>")
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(directory)
@@ -38,7 +42,7 @@ def make_tiny_model(directory: Path, *, seed: int = 0) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=4_096,
+        max_position_embeddings=context_tokens_max,
         eos_token_id=0,
         bos_token_id=None,
         pad_token_id=0,

@@ -1,6 +1,7 @@
 """`headrace chat`: a conversation on the terminal that shows after each turn what the cache saved."""
 
 import json
+import sys
 
 import click
 
@@ -39,9 +40,16 @@ def chat(*, system: str, model: str, sampling: Sampling, address: str, as_json: 
 
 
 def _read_line() -> str | None:
-    """The next line without blanks around it; None at the end of input. The prompt goes to stderr, like all remarks."""
-    click.echo("> ", nl=False, err=True)
-    line = click.get_text_stream("stdin").readline()
+    """The next line without blanks around it; None at the end of input. The prompt goes to stderr when input is piped,
+    like all remarks; a person gets line editing and history."""
+    if sys.stdin.isatty():
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
+    say("> ", nl=False)
+    # Not click's stream: it is made anew at each call, and the old one keeps what it had read ahead.
+    line = sys.stdin.readline()
     return line.strip() if line else None
 
 

@@ -156,6 +156,6 @@ def human_ms(milliseconds: float) -> str:
     return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 10_000 else f"{milliseconds:.1f} ms"
 
 
-def say(text: str) -> None:
+def say(text: str, *, nl: bool = True) -> None:
     """A remark or a line of progress: stderr, so that stdout stays the result."""
-    click.echo(text, err=True)
+    click.echo(text, err=True, nl=nl)

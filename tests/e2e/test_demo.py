@@ -1,0 +1,88 @@
+"""`headrace demo` and the commands after it, as a user types them, on a tiny model: one system, from start to end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from headrace_cluster.demo import PATHS, TEXT_FILE
+from headrace_cluster.local_instance import processes_of, read_state
+
+HEADRACE = Path(sys.executable).with_name("headrace")
+# A tiny vocabulary cuts the demo's text into a few thousand tokens, as a real one does.
+SETTINGS = {
+    "HEADRACE_DTYPE": "float32",
+    "HEADRACE_TORCH_THREADS": "1",
+    "HEADRACE_POOL_TOKENS": "16384",
+    "HEADRACE_ARENA_MB": "32",
+    "HEADRACE_HTTP_PORT": "0",
+    "HEADRACE_GRPC_PORT": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def headrace(tmp_path_factory: pytest.TempPathFactory):
+    """Run `headrace ...` in a directory and with a state of its own; whatever is up at the end is ended."""
+    folder = tmp_path_factory.mktemp("demo")
+    text = TEXT_FILE.read_text(encoding="utf-8")
+    model = make_tiny_model(folder / "tiny-llama", text=text, vocab_size=1_500, context_tokens_max=8_192)
+    environment = os.environ | SETTINGS | {"HEADRACE_MODEL": str(model), "HEADRACE_STATE_DIR": str(folder / "state")}
+
+    def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [HEADRACE, *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=folder,
+            timeout=150,
+            check=False,
+        )
+
+    run.folder = folder
+    yield run
+    run("down")
+
+
+def test_the_demo_prints_every_path_equal_to_cold_and_writes_the_same_rows(headrace):
+    """Fails when reuse changes a token, a path did not reuse from where it says, or a kill loses an answer."""
+    done = headrace("demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((headrace.folder / ".headrace" / "demo.json").read_text())["rows"]
+    assert [row["path"] for row in rows] == list(PATHS)
+    sources = {"same_worker": "device", "grpc": "grpc"}
+    for row in rows:
+        assert row["equal_to_cold"]
+        assert row["prompt_tokens"] >= 3_000
+        assert row["ttft_ms"] > 0
+        cached = {source for source, count in row["cached_tokens"].items() if count}
+        assert cached == (set() if row["path"] == "cold" else {sources.get(row["path"], "shared_memory")})
+        assert row["path"] == "cold" or sum(row["cached_tokens"].values()) >= 3_000
+    for shown in ("equal to cold", "first token", "headrace chat", TEXT_FILE.name, "Apache-2.0"):
+        assert shown in done.stdout
+
+
+def test_what_the_demo_left_up_chats_lists_and_evicts(headrace):
+    """Fails when a command does not find the system by itself, or evicts other than it says."""
+    chat = headrace("chat", "--json", "--max-tokens", "4", stdin="Hello\nAnd then?\n")
+    assert [json.loads(line)["usage"]["completion_tokens"] > 0 for line in chat.stdout.splitlines()] == [True, True]
+    prefixes = json.loads(headrace("cache", "ls", "--json").stdout)["prefixes"]
+    assert any("How a language model remembers" in run["text"] for run in prefixes)
+    assert headrace("cache", "evict", "--yes").returncode == 2
+    evicted = json.loads(headrace("cache", "evict", "--all", "--yes", "--json").stdout)
+    assert evicted["total"]["tokens"] >= 3_000
+    assert json.loads(headrace("cache", "ls", "--json").stdout)["prefixes"] == []
+
+
+def test_down_leaves_nothing_of_it(headrace):
+    state = read_state(headrace.folder / "state")
+    assert headrace("down").returncode == 0
+    assert not processes_of(state.instance_id)
+    assert not Path(state.arena_path).exists()
+    assert headrace("status").returncode == 6
