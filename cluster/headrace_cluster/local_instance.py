@@ -123,4 +123,4 @@ def _command_line(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return " ".join([Path(words[0]).name, *words[1:]]).strip()[:80]
+    return " ".join(" ".join([Path(words[0]).name, *words[1:]]).split())[:80]

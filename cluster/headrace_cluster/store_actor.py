@@ -3,6 +3,9 @@
 Owns when a store node is started, where it runs and that Ray starts it again after its process died; then it
 re-attaches the arena, which outlives it. Workers ensure it when they start, so it is the same on one machine and in a
 cluster. What a store node does is in `store/`.
+
+`python -m headrace_cluster.store_actor` ends all store nodes of the Ray cluster that RAY_ADDRESS names: they outlive
+`serve shutdown` on purpose, and keep the settings that they were started with.
 """
 
 import asyncio
@@ -96,3 +99,8 @@ def stop_store_actors() -> None:
         except (RayError, TimeoutError) as error:
             print(f"{name} did not stop by itself and is killed: {error}", flush=True)
         ray.kill(actor, no_restart=True)
+
+
+if __name__ == "__main__":
+    ray.init(address="auto", log_to_driver=False)
+    stop_store_actors()

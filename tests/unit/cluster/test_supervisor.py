@@ -1,0 +1,35 @@
+"""What the supervisor makes of ports and of remote tracebacks."""
+
+import socket
+
+import pytest
+
+from headrace_cluster.supervisor import can_bind, free_port, last_error
+
+REMOTE = """The deployment failed to start 1 times in a row. Error:
+\x1b[36mray::ServeReplica:headrace:DecodeWorker.initialize_and_get_metadata()\x1b[39m (pid=1, ip=10.0.0.1)
+  File "/x/load_model.py", line 3, in load_model
+    raise ModelRefused("bad", "no such directory")
+                       ^^^^^^^^^^^^^^^^^^^
+headrace.core.errors.ModelRefused: model 'bad' is refused: no such directory"""
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (REMOTE, "ModelRefused: model 'bad' is refused: no such directory"),
+        ("Traceback\n  File 1\nValueError: bad\nmore of it", "ValueError: bad"),
+        ("no traceback at all", "no traceback at all"),
+        ("", "it gave no reason"),
+    ],
+)
+def test_of_a_remote_traceback_the_error_itself_is_shown(message: str, shown: str):
+    assert last_error(message) == shown
+
+
+def test_a_port_that_something_listens_on_cannot_be_bound():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not can_bind("127.0.0.1", taken.getsockname()[1])
+    assert can_bind("127.0.0.1", free_port("127.0.0.1"))
