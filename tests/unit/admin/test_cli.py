@@ -124,7 +124,8 @@ def test_chat_keeps_its_history_and_shows_what_was_cached(run, small_gateway):
 
 def test_reset_forgets_the_turns_but_not_the_system_message(run, small_gateway):
     run("chat", "--system", "Be brief", input="first\n/reset\nsecond\n")
-    assert [m.content for m in small_gateway.requests[1].chat.messages] == ["Be brief", "second"]
+    for request, text in zip(small_gateway.requests, ("first", "second"), strict=True):
+        assert [m.content for m in request.chat.messages] == ["Be brief", text]
 
 
 def test_a_failed_turn_is_told_and_not_kept(run, small_gateway):

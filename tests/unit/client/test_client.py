@@ -105,6 +105,16 @@ def test_leaving_a_stream_early_cancels_it_on_the_server(client, small_gateway):
     assert small_gateway.cancelled.wait(2)
 
 
+def test_breaking_out_of_the_loop_over_a_stream_cancels_it(client, small_gateway):
+    """Without a with statement: the loop's own end must be enough."""
+    small_gateway.hang_after_tokens = 1
+    for event in client.stream("hello"):
+        if not isinstance(event, Accepted):
+            break
+    assert small_gateway.hanging.wait(5)
+    assert small_gateway.cancelled.wait(2)
+
+
 def test_closing_the_client_cancels_a_stream_under_way(small_gateway):
     small_gateway.hang_after_tokens = 1
     client = HeadraceClient(small_gateway.address)
