@@ -66,7 +66,7 @@ class Engine:
         )
         self._clock = clock
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
-        self._queue = AdmissionQueue(self.pool, may_grant=lambda: self._num_preempted == 0)
+        self._queue = AdmissionQueue(self.pool, may_grant=lambda: not (self._num_preempted or self._ended))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._step_until_stopped, name="engine steps", daemon=True)
         # The mailbox, under `_mail`. `_changed`: something happened since the step thread last looked.

@@ -50,7 +50,7 @@ def sample_token(logits: Logits, params: SamplingParams, *, index: int) -> Sampl
         token_id = best
     else:
         candidates, weights = filter_candidates(row, params)
-        token_id = int(candidates[_draw(weights, uniform(params.seed, index))])
+        token_id = int(candidates[position_at(weights, uniform(params.seed, index))])
     if params.logprobs is None:
         return SampledToken(token_id=token_id)
     logprobs = log_softmax(row)
@@ -90,7 +90,7 @@ def log_softmax(row: Row) -> Row:
     return result
 
 
-def _draw(weights: Row, at: float) -> int:
+def position_at(weights: Row, at: float) -> int:
     """Position of the weight in which the point `at` (in [0, 1)) of their total falls; never one of weight 0."""
     cumulative = weights.cumsum()
     position = int(cumulative.searchsorted(at * cumulative[-1], side="right"))

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.generation import SamplingParams
-from headrace.engine.sample_token import LogitsInvalid, filter_candidates, log_softmax, sample_token, uniform
+from headrace.engine.sample_token import (
+    LogitsInvalid,
+    filter_candidates,
+    log_softmax,
+    position_at,
+    sample_token,
+    uniform,
+)
 
 NO_NUMBER = float("nan")
 
@@ -77,6 +84,14 @@ def test_an_impossible_token_is_never_drawn() -> None:
     logits = make_logits(-math.inf, 0.0, -math.inf, 0.0, -math.inf)
     drawn = {sample_token(logits, make_params(seed=seed), index=0).token_id for seed in range(200)}
     assert drawn == {1, 3}
+
+
+def test_the_ends_of_the_unit_interval_fall_on_weights_that_are_not_zero() -> None:
+    """Fails if the number 0 draws a leading impossible token, or a number next to 1 one behind the last."""
+    weights = np.array([0.0, 0.1, 0.7, 0.0])
+    assert position_at(weights, 0.0) == 1
+    assert position_at(weights, 1.0) == 2
+    assert position_at(weights, np.nextafter(1.0, 0.0)) == 2
 
 
 def test_a_draw_repeats_for_its_seed_and_index_and_differs_for_others() -> None:
