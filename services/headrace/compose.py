@@ -184,9 +184,9 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
     from headrace.gateway.service import GatewayService
     from headrace.index.redis_index import RedisIndex
     from headrace.index.redis_membership import RedisMembership
+    from headrace.telemetry.gateway_metrics import RouteMetrics
     from headrace.telemetry.metered_ports import MeteredBlockIndex, MeteredWorkerCalls
     from headrace.telemetry.metrics import Metrics
-    from headrace.telemetry.route_metrics import RouteMetrics
     from headrace.transfer.channels import Channels
 
     clock, metrics, parts, channels = SystemClock(), Metrics(), AsyncExitStack(), Channels()

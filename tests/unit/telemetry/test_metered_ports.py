@@ -37,6 +37,7 @@ from headrace.core.generation import (
 )
 from headrace.core.members import NO_MATCH
 from headrace.core.ports import Lease, Reservation
+from headrace.telemetry.gateway_metrics import RouteMetrics
 from headrace.telemetry.metered_ports import (
     MeteredBlockIndex,
     MeteredBlockSink,
@@ -44,7 +45,6 @@ from headrace.telemetry.metered_ports import (
     MeteredWorkerCalls,
 )
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.route_metrics import RouteMetrics
 
 NAMESPACE = NamespaceId("ab" * 16)
 
