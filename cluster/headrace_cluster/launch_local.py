@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +39,8 @@ from headrace_cluster.local_instance import (
 START_TIMEOUT_S = 900.0
 # Streams under way get 10 s of grace, then Serve, the store node, Ray and the index take a few seconds each.
 STOP_TIMEOUT_S = 60.0
+# Its memory is gone when this is waited for; the kernel needs milliseconds for the rest.
+REAP_TIMEOUT_S = 5.0
 POLL_S = 0.1
 
 
@@ -89,6 +91,7 @@ def _clean_up(state_dir: Path, report: Report) -> bool:
         report(f"stopping {', '.join(reversed(state.started)) or 'what was started'}")
         _stop_supervisor(state.pid, lambda: is_alive(state))
     kill_processes_of(state.instance_id, report)
+    _reap(state.pid)
     remove_files_of(state, report)
     (state_dir / STATE_FILE).unlink(missing_ok=True)
     return True
@@ -136,7 +139,8 @@ def _follow(supervisor: "subprocess.Popen[bytes]", state_dir: Path, report: Repo
     raise LaunchFailed(f"the system was not ready after {START_TIMEOUT_S:.0f} s: {last} (log: {state_dir / LOG_FILE})")
 
 
-def _stop_supervisor(pid: int, runs) -> None:
+def _stop_supervisor(pid: int, runs: Callable[[], bool]) -> None:
+    """SIGTERM, and wait until it is gone, for a bounded time."""
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -144,6 +148,16 @@ def _stop_supervisor(pid: int, runs) -> None:
     give_up_at = time.monotonic() + STOP_TIMEOUT_S
     while runs() and time.monotonic() < give_up_at:
         time.sleep(POLL_S)
+
+
+def _reap(pid: int) -> None:
+    """A supervisor that this very process started stays a zombie until it is waited for."""
+    give_up_at = time.monotonic() + REAP_TIMEOUT_S
+    try:
+        while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < give_up_at:
+            time.sleep(POLL_S / 10)
+    except ChildProcessError:
+        return
 
 
 @contextmanager

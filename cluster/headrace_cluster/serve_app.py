@@ -22,9 +22,9 @@ APP_NAME = "headrace"
 
 # The gRPC services that Serve's proxies accept and list by reflection.
 GRPC_SERVICER_FUNCTIONS = [
-    "headrace.wire.v1.inference_pb2_grpc.add_InferenceServicer_to_server",
+    "headrace_cluster.proxy_services.add_inference",
     "headrace.wire.v1.admin_pb2_grpc.add_CacheAdminServicer_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+    "headrace_cluster.proxy_services.add_health",
 ]
 
 # A replica is asked for its health this often; a dead process is replaced after one period at most.

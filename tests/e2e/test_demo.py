@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from tiny_model import make_tiny_model
 
@@ -66,6 +67,22 @@ def test_the_demo_prints_every_path_equal_to_cold_and_writes_the_same_rows(headr
         assert row["path"] == "cold" or sum(row["cached_tokens"].values()) >= 3_000
     for shown in ("equal to cold", "first token", "headrace chat", TEXT_FILE.name, "Apache-2.0"):
         assert shown in done.stdout
+
+
+def test_the_metrics_count_exactly_the_tokens_that_the_answers_reported(headrace):
+    """Fails when a source is left out or counted twice, or bypassing requests count as misses."""
+    rows = json.loads((headrace.folder / ".headrace" / "demo.json").read_text())["rows"]
+    state, samples = read_state(headrace.folder / "state"), {}
+    for line in httpx.get(f"{state.http_url}/metrics", timeout=10).text.splitlines():
+        if line.startswith("headrace_"):
+            name, _, value = line.rpartition(" ")
+            samples[name] = float(value)
+    told = {source: sum(row["cached_tokens"][source] for row in rows) for source in rows[0]["cached_tokens"]}
+    counted = {source: samples[f'headrace_cached_tokens_total{{source="{source}"}}'] for source in told}
+    assert counted == told
+    assert samples["headrace_prefix_cache_hits_total"] == sum(told.values())
+    assert samples["headrace_prefix_cache_queries_total"] == sum(row["prompt_tokens"] for row in rows)
+    assert samples["headrace_time_to_first_token_seconds_count"] >= 2 * len(rows)
 
 
 def test_what_the_demo_left_up_chats_lists_and_evicts(headrace):

@@ -1,0 +1,84 @@
+"""A client that leaves is heard of where Serve waits for the replica, wherever the proxy happens to stand."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from headrace_cluster.proxy_services import write_stream
+
+
+class Replica:
+    """Gives numbers; notes when the wait for the next one is cancelled, as Serve's response generator does."""
+
+    def __init__(self, count: int) -> None:
+        self.numbers: asyncio.Queue[int] = asyncio.Queue()
+        self.count = count
+        self.cancelled = False
+
+    async def next(self) -> int:
+        try:
+            return await self.numbers.get()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+def nested_as_in_serve(replica: Replica):
+    """Generators within generators, none of which closes the one below it; the inner one swallows and goes on."""
+
+    async def inner() -> AsyncGenerator[object, None]:
+        status = "ok"
+        try:
+            for _ in range(replica.count):
+                yield await replica.next()
+        except BaseException:
+            status = "cancelled"
+        yield status
+
+    async def outer(request: object, context: object) -> AsyncGenerator[int, None]:
+        async for message in inner():
+            if isinstance(message, int):
+                yield message
+
+    return outer
+
+
+class Client:
+    """A gRPC context whose network takes messages until it is blocked."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.takes = asyncio.Event()
+        self.takes.set()
+
+    async def write(self, message: int) -> None:
+        await self.takes.wait()
+        self.received.append(message)
+
+
+async def test_all_messages_arrive_in_order_and_the_stream_ends():
+    replica, client = Replica(3), Client()
+    for number in range(3):
+        replica.numbers.put_nowait(number)
+    await write_stream(nested_as_in_serve(replica))(None, client)
+    assert client.received == [0, 1, 2]
+    assert not replica.cancelled
+
+
+@pytest.mark.parametrize(
+    ("given", "blocked"), [(1, False), (1, True), (2, True)], ids=["waiting", "writing", "writing with one more there"]
+)
+async def test_leaving_is_heard_at_the_replica(given: int, blocked: bool):
+    """Fails when the cancellation is thrown at a suspended outer generator, which drops the inner one as it is."""
+    replica, client = Replica(100), Client()
+    if blocked:
+        client.takes.clear()
+    for number in range(given):
+        replica.numbers.put_nowait(number)
+    call = asyncio.create_task(write_stream(nested_as_in_serve(replica))(None, client))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    await asyncio.wait([call], timeout=1)
+    assert call.done()
+    assert replica.cancelled
