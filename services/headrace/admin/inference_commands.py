@@ -1,5 +1,6 @@
 """`headrace generate` and `headrace models`: one request from the command line."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -122,7 +123,7 @@ def _prompt(text: str | None, token_ids: tuple[int, ...] | None, *, as_chat: boo
         if text is not None or as_chat:
             raise click.UsageError("--token-ids is a whole prompt: leave TEXT, --chat and --system out")
         return token_ids
-    given = click.get_text_stream("stdin").read() if text is None or text == "-" else text
+    given = sys.stdin.read() if text is None or text == "-" else text
     if not as_chat:
         return given
     return [*([Message("system", system)] if system else []), Message("user", given)]
