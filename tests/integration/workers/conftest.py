@@ -107,7 +107,10 @@ class TestWorker:
 
     def request(self, token_ids: Sequence[int], cache: CacheControl, max_tokens: int = 6) -> GenerateRequest:
         prompt = hash_prompt(
-            self.worker.namespace_id, token_ids, block_tokens=BLOCK_TOKENS, algorithm=HashAlgorithm.XXH3_128
+            self.worker.engine.model.namespace.id,
+            token_ids,
+            block_tokens=BLOCK_TOKENS,
+            algorithm=HashAlgorithm.XXH3_128,
         )
         sampling = SamplingParams(max_tokens=max_tokens, logprobs=VOCAB, ignore_eos=True)
         return GenerateRequest(RequestId("r"), "tiny", prompt, sampling, cache)
@@ -217,8 +220,11 @@ async def make_worker(
 
     yield make
     for tested in made:
-        await tested.published()
-        await tested.worker.stop()
+        try:
+            await tested.published()
+        finally:
+            await tested.worker.stop()
+    for tested in made:
         pool = tested.worker.engine.pool
         pool.check_integrity()
         assert pool.available_blocks == pool.num_blocks, "blocks are still held"
@@ -237,11 +243,11 @@ async def store_node(membership: MemoryMembership, tmp_path: Path) -> AsyncItera
     record: StoreNodeRecord = await service.start()
     await membership.announce(record, ttl_ms=60_000)
     yield service
-    service.node.expire()
+    # A server that is collected without having been stopped blocks the interpreter's exit: stop first, check then.
     stat = service.node.stat()
-    assert (stat.reserved_blocks, stat.leased_blocks) == (0, 0)
     service.node.check_integrity()
     await service.stop(remove_arena=True)
+    assert (stat.reserved_blocks, stat.leased_blocks) == (0, 0)
 
 
 @pytest.fixture
