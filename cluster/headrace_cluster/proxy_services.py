@@ -7,11 +7,13 @@ until the end. Here the next message is always waited for, also while one is wri
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from ray.serve._private.proxy_request_response import gRPCStreamingType
+from ray.serve.exceptions import RequestCancelledError
 
 from headrace.wire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
@@ -31,12 +33,19 @@ def add_health(servicer: Any, server: Any) -> None:
 
 def _add_cancellable(add: Callable[[Any, Any], None], servicer: Any, server: Any) -> None:
     """Register a service while the server's factory of handlers gives cancellable streams."""
+    logging.getLogger("asyncio").addFilter(is_worth_a_line)
     factory = server.service_handler_factory
     server.service_handler_factory = _cancellable(factory)
     try:
         add(servicer, server)
     finally:
         server.service_handler_factory = factory
+
+
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not worth one: that a call which Serve itself cancelled ended as cancelled. It leaves that to be logged with a
+    traceback for every client that goes."""
+    return not (record.exc_info and isinstance(record.exc_info[1], RequestCancelledError))
 
 
 def _cancellable(factory: HandlerFactory) -> HandlerFactory:

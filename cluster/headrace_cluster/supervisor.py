@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from ray.serve.schema import LoggingConfig
 from headrace.compose import arena_path
 from headrace.config import Config, GatewaySettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError
-from headrace.index.embedded_valkey import EmbeddedValkey
+from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, InstanceState, write_state
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, serve_app
@@ -60,6 +61,7 @@ class Supervisor:
         self._state_dir = state_dir
         self._progress = open(state_dir / PROGRESS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._began_at = time.monotonic()
+        self._index: EmbeddedValkey | None = None
         settings = json.loads((state_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         if not settings["node_id"]:
             # Two instances on one host must not share an arena.
@@ -111,7 +113,6 @@ class Supervisor:
             self._config = replace(self._config, index=replace(self._config.index, redis_url=redis_url))
             self._started("index (embedded Valkey)", redis_url=redis_url)
         else:
-            self._index = None
             self._record(redis_url=self._config.index.redis_url)
 
         temp_dir = tempfile.mkdtemp(prefix="headrace-")  # short: Ray puts socket paths of 60 characters below it
@@ -150,7 +151,7 @@ class Supervisor:
             request = inference_pb2.GenerateRequest(
                 text="Hello",
                 sampling=inference_pb2.Sampling(max_tokens=1),
-                cache=inference_pb2.CacheOptions(bypass=True),
+                cache=inference_pb2.CacheOptions(bypass=True, no_publish=True),
             )
             events = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=FIRST_GENERATE_TIMEOUT_S)
             if not any([event.HasField("done") for event in events]):  # noqa: C419 - read to the end, cancel nothing
@@ -161,7 +162,7 @@ class Supervisor:
             channel.close()
         self._say(f"ready: {self._state.http_url} (HTTP), {self._state.grpc_target} (gRPC)")
 
-    def _wait_for(self, what: str, give_up_at: float, missing) -> None:
+    def _wait_for(self, what: str, give_up_at: float, missing: Callable[[], str]) -> None:
         """Poll `missing()` until it returns "", telling what it returns when that changes."""
         told, told_at = "", 0.0
         while still := missing():
@@ -179,7 +180,10 @@ class Supervisor:
             time.sleep(1.0)
             if self._index is not None and not self._index.alive():
                 print("the embedded index died; starting it again", flush=True)
-                self._index.start()
+                try:
+                    self._index.start()
+                except EmbeddedValkeyFailed as error:  # tried again in a second; until then lookups miss
+                    print(error, flush=True)
 
     def _port(self, key: str, host: str, wanted: int) -> int:
         """The wanted port; another one when it was left to us (0) or is a default that is taken."""

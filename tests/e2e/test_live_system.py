@@ -217,6 +217,26 @@ def test_killing_the_store_node_costs_hits_only_until_it_is_back(system: LocalSy
     wait_until(hits_again, within_s=20, what="hits from the re-attached arena")
 
 
+def test_killing_the_index_costs_hits_only_until_it_is_filled_again(system: LocalSystem):
+    """Fails when the supervisor does not start it again on its port, or its holders do not register anew."""
+    prompt = make_prompt("index kill")
+    cold = system.client.generate(prompt, sampling=SHORT)
+    (valkey,) = [pid for pid, command in processes_of(system.state.instance_id).items() if "valkey-server" in command]
+    os.kill(valkey, signal.SIGKILL)
+    assert system.client.generate(prompt, sampling=SHORT, timeout_s=15).token_ids == cold.token_ids
+
+    def all_known_again() -> bool:
+        now = system.client.status()
+        return now.index_available and len(now.workers) == 3 and len(now.store_nodes) == 1
+
+    wait_until(all_known_again, within_s=15, what="every member registered again")
+    other = next(worker for worker in system.worker_ids("decode") if worker != cold.decode_worker)
+    memory = CacheOptions(sources=frozenset({CacheSource.SHARED_MEMORY}), decode_worker=other)
+    warm = system.client.generate(prompt, sampling=SHORT, cache=memory)
+    assert warm.token_ids == cold.token_ids
+    assert warm.usage.cached.shared_memory >= 4 * BLOCK_TOKENS
+
+
 def test_down_leaves_no_process_no_port_and_no_file(system: LocalSystem):
     """Fails for any process of the instance that outlives `down`, whoever started it."""
     state = system.state
