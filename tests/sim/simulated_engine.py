@@ -193,6 +193,7 @@ class SimulatedEngine:
                     block_hash=hashed.chain[position],
                     parent_hash=hashed.parent_of(position),
                     token_ids=hashed.block_token_ids(position),
+                    namespace=hashed.namespace,
                 )
 
     async def _grow(self, admission: Admission, num_tokens: int) -> None:

@@ -27,13 +27,14 @@ async def store_blocks(world: World, host: str, num_blocks: int) -> None:
     kv = SimulatedKV(num_blocks)
     kv.blocks = cold_kv(TOKENS)[:num_blocks]
     filled = [
-        FilledBlock(i, i, PROMPT.chain[i], PROMPT.parent_of(i), PROMPT.block_token_ids(i)) for i in range(num_blocks)
+        FilledBlock(i, i, PROMPT.chain[i], PROMPT.parent_of(i), PROMPT.block_token_ids(i), PROMPT.namespace)
+        for i in range(num_blocks)
     ]
     published = await publish_blocks(
         filled,
         sink=DirectStore(world.nodes[host], mapped=True, rates=FaultRates()),
         pool=kv,
-        producer=Producer(WorkerId("maker"), PROMPT.namespace, LAYOUT, world.clock),
+        producer=Producer(WorkerId("maker"), LAYOUT, world.clock),
         deadline=Deadline.after(5, world.clock),
     )
     assert published.num_blocks == num_blocks

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from simulated_engine import LAYOUT, NAMESPACE, SimulatedKV, cold_kv, make_prompt
+from simulated_engine import LAYOUT, SimulatedKV, cold_kv, make_prompt
 from simulated_nodes import DirectStore, FaultRates, SimulatedNodes
 from simulated_world import World
 from virtual_loop import run_virtual
@@ -23,7 +23,8 @@ NO_FAULTS = FaultRates()
 
 def make_filled(num_blocks: int = 6, prompt=PROMPT) -> list[FilledBlock]:
     return [
-        FilledBlock(i, i, prompt.chain[i], prompt.parent_of(i), prompt.block_token_ids(i)) for i in range(num_blocks)
+        FilledBlock(i, i, prompt.chain[i], prompt.parent_of(i), prompt.block_token_ids(i), prompt.namespace)
+        for i in range(num_blocks)
     ]
 
 
@@ -38,7 +39,7 @@ def publish(world: World, *, host="a", filled=None, kv=None, mapped=True, rates=
         make_filled() if filled is None else filled,
         sink=DirectStore(world.nodes[host], mapped=mapped, rates=rates),
         pool=kv or make_kv(),
-        producer=Producer(WorkerId("w"), PROMPT.namespace, LAYOUT, world.clock),
+        producer=Producer(WorkerId("w"), LAYOUT, world.clock),
         deadline=Deadline.after(RESERVATION_TTL_MS / 1000, world.clock),
     )
 
@@ -133,7 +134,7 @@ class Publishing:
         self.publisher = BlockPublisher(
             nodes=SimulatedNodes("a", world.nodes, rates),
             pool=kv or make_kv(),
-            producer=Producer(WorkerId("w"), NAMESPACE.id, LAYOUT, world.clock),
+            producer=Producer(WorkerId("w"), LAYOUT, world.clock),
             drop_reference=lambda block_id: self.given_back.update([block_id]),
             report=self.faults.append,
         )

@@ -19,7 +19,7 @@ The words of this field, fixed here once:
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import NewType
 
@@ -113,6 +113,13 @@ class Namespace:
             for part in (name.encode(), value.encode()):
                 digest.update(struct.pack("<I", len(part)) + part)
         return NamespaceId(digest.hexdigest()[:32])
+
+    def narrowed(self, salt: str) -> "Namespace":
+        """This namespace for callers who gave the same salt only; "" is this namespace itself. A salt cannot widen the
+        trust group: the group's length stands before it, so that no two (group, salt) pairs are spelled alike."""
+        if not salt:
+            return self
+        return replace(self, trust_group=f"{len(self.trust_group)}:{self.trust_group}:{salt}")
 
     def named_fields(self) -> list[tuple[str, str]]:
         """The flat (name, value) list that the digest covers, layout fields spelled `layout.<name>`."""

@@ -61,6 +61,7 @@ class GenerateRequest:
     prompt: HashedPrompt
     sampling: SamplingParams
     cache: CacheControl = CacheControl()
+    cache_salt: str = ""  # the prompt was hashed in the namespace narrowed by this
     decode_worker: WorkerId | None = None  # asked for by the caller; None: the gateway chooses
     prefill_worker: WorkerId | None = None
 

@@ -11,8 +11,8 @@ BLOCK_TOKENS_MAX = 1_024
 # A header is ~100 bytes of fields plus up to 5 bytes a token id: 1,024 x 5 + 512 < 8 KiB.
 HEADER_BYTES_MAX = 8_192
 
-# One message of a streamed payload: a block of the usual models (64 tokens x 23 KiB = 1.4 MiB) is one message, which the
-# receiver uses where it lies; 69 MB measured 62 ms at 2 MiB (4 MiB HTTP/2 frames), 77 ms at 512 KiB, on two shared cores.
+# One message of a streamed payload: a block of the usual models (64 tokens x 23 KiB = 1.4 MiB) is one message, which
+# the receiver uses where it lies; 69 MB measured 62 ms at 2 MiB (4 MiB HTTP/2 frames), 77 ms at 512 KiB.
 # A stream has one message in flight on the sender's side and a window of about one at the receiver.
 FETCH_CHUNK_BYTES = 2 * 1024 * 1024
 
@@ -145,7 +145,7 @@ WORKER_EVICT_TIMEOUT_MS = 5_000
 # ten tokens a second and a hundred tokens a reply is a matter of seconds.
 WORKER_RETRY_AFTER_MS = 2_000
 
-# One engine step takes a prefill chunk's time: a second on a slow core, several when the host is overloaded. A step that
+# One engine step takes a prefill chunk's time: a second on a slow core, several on an overloaded host. A step that
 # has not ended for this long hangs; a worker that is only busy ends one all the time.
 ENGINE_STALL_MS = 30_000
 

@@ -64,7 +64,8 @@ class WorkerRecord:
     metrics_port: int = 0
     running: int = 0  # sequences in the batch
     waiting: int = 0  # sequences admitted to the queue, not yet in the batch
-    free_blocks: int = 0
+    free_blocks: int = 0  # of the pool, that a new sequence could take now
+    kept_blocks: int = 0  # of the free ones, those that hold a block for reuse until they are taken
 
     @property
     def holder_id(self) -> HolderId:

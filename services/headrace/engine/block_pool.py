@@ -106,6 +106,12 @@ class BlockPool:
         with self._lock:
             return len(self._free) + len(self._kept)
 
+    @property
+    def kept_blocks(self) -> int:
+        """Of the available blocks, those that hold a block for reuse: nobody's, but not empty."""
+        with self._lock:
+            return len(self._kept)
+
     def take(self, num_blocks: int, *, prompt: HashedPrompt | None = None, shared_max: int = 0) -> Taken | Short:
         """Take `num_blocks` blocks, the leading ones by hash as far as `prompt`'s chain is resident.
 

@@ -38,11 +38,13 @@ __all__ = ["Admission", "Engine", "EngineEvent", "EngineLoad", "FilledBlock", "R
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy the engine is: sequences in the batch, sequences not in it yet, blocks that could be had now."""
+    """How busy the engine is: sequences in the batch, sequences not in it yet, blocks that could be had now, and how
+    many of those hold a block for reuse."""
 
     running: int
     waiting: int
     free_blocks: int
+    kept_blocks: int = 0
 
 
 class Engine:
@@ -168,6 +170,7 @@ class Engine:
             running=self._num_in_batch,
             waiting=self._queue.num_waiting + self._num_outside + len(self._submitted),
             free_blocks=self.pool.available_blocks,
+            kept_blocks=self.pool.kept_blocks,
         )
 
     def healthy(self) -> bool:

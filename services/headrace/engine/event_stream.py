@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.core.block import BlockHash
+from headrace.core.block import BlockHash, NamespaceId
 from headrace.core.errors import HeadraceError, Overloaded
 from headrace.core.generation import FinishReason, TokenDelta
 from headrace.core.limits import STREAM_EVENTS_MAX, WORKER_RETRY_AFTER_MS
@@ -26,6 +26,7 @@ class FilledBlock:
     block_hash: BlockHash
     parent_hash: BlockHash
     token_ids: tuple[int, ...]
+    namespace: NamespaceId  # of the request: a caller's salt narrows the worker's own
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ class Run:
                 block_hash=self._hashed.chain[position],
                 parent_hash=self._hashed.parent_of(position),
                 token_ids=self._hashed.block_token_ids(position),
+                namespace=self._hashed.namespace,
             )
             self._num_reported = position + 1
 

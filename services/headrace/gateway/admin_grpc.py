@@ -215,16 +215,17 @@ def _add(report: EvictReport, part: Any) -> EvictReport:
 
 
 def _device_stat(worker: WorkerRecord) -> HolderStat:
-    """A worker's pool as its record says; what is not free is in use or cached."""
+    """A worker's pool as its record says: committed is what sequences use and what is kept for reuse."""
+    empty_blocks = worker.free_blocks - worker.kept_blocks
     return HolderStat(
         holder=worker.holder_id,
         tier=Tier.DEVICE.value,
         incarnation=worker.incarnation,
         total_blocks=worker.pool_blocks,
-        free_blocks=worker.free_blocks,
-        committed_blocks=worker.pool_blocks - worker.free_blocks,
+        free_blocks=empty_blocks,
+        committed_blocks=worker.pool_blocks - empty_blocks,
         reserved_blocks=0,
-        leased_blocks=0,
+        leased_blocks=worker.pool_blocks - worker.free_blocks,
         block_bytes=worker.namespace.layout.block_bytes,
         lookups_tokens=0,
         hits_tokens=0,

@@ -207,6 +207,7 @@ class GatewayService:
                 prompt=prompt,
                 sampling=replace(sampling, seed=(sampling.seed + choice) % 2**64),
                 cache=request.cache,
+                cache_salt=request.cache_salt,
                 decode_worker=request.decode_worker,
                 prefill_worker=request.prefill_worker,
             )
@@ -221,11 +222,8 @@ def _log_end(task: asyncio.Task[None]) -> None:
 
 
 def hash_for(namespace: Namespace, token_ids: tuple[int, ...], *, cache_salt: str = "") -> HashedPrompt:
-    """Hash a prompt under a model's namespace. A salt narrows the trust group, so that only callers with the same salt
-    share blocks; it cannot widen it. The group's length stands before it, so that no two pairs are spelled alike."""
-    if cache_salt:
-        group = f"{len(namespace.trust_group)}:{namespace.trust_group}:{cache_salt}"
-        namespace = replace(namespace, trust_group=group)
+    """Hash a prompt under a model's namespace, narrowed by the caller's salt."""
+    namespace = namespace.narrowed(cache_salt)
     return hash_prompt(
         namespace.id, token_ids, block_tokens=namespace.layout.block_tokens, algorithm=namespace.hash_algorithm
     )

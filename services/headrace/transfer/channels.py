@@ -32,6 +32,8 @@ _CHANNEL_OPTIONS = (
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    # A stalled event loop can deliver two pings at once; that is not worth a connection with payloads under way.
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # two nodes on one port would share its calls; the second must fail to bind
 )
 

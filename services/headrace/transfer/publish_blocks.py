@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.core.block import BlockHeader, KvLayout, NamespaceId
+from headrace.core.block import BlockHeader, KvLayout
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, DeadlineExceeded, StoreFull, StoreUnavailable
 from headrace.core.generation import WorkerId
@@ -31,7 +31,6 @@ class Producer:
     """What all headers of one worker say alike."""
 
     worker_id: WorkerId
-    namespace: NamespaceId
     layout: KvLayout
     clock: Clock
 
@@ -81,7 +80,7 @@ async def publish_blocks(
 
 def _header(block: FilledBlock, producer: Producer) -> BlockHeader:
     return BlockHeader(
-        namespace=producer.namespace,
+        namespace=block.namespace,
         block_hash=block.block_hash,
         parent_hash=block.parent_hash,
         position=block.position,

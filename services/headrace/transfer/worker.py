@@ -69,11 +69,10 @@ class Worker:
         self.clock = clock
         self.report_fault = report_fault
         self.layout = engine.model.namespace.layout
-        self.namespace_id = engine.model.namespace.id
         self.publisher = BlockPublisher(
             nodes=nodes,
             pool=engine.kv,
-            producer=Producer(worker_id=worker_id, namespace=self.namespace_id, layout=self.layout, clock=clock),
+            producer=Producer(worker_id=worker_id, layout=self.layout, clock=clock),
             drop_reference=engine.pool.unref,
             report=report_fault,
         )
@@ -141,6 +140,7 @@ class Worker:
             running=load.running,
             waiting=load.waiting,
             free_blocks=load.free_blocks,
+            kept_blocks=load.kept_blocks,
         )
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
@@ -164,7 +164,7 @@ class Worker:
             raise WorkerUnavailable(self.worker_id, "it is stopping")
         if call.worker_id != self.worker_id:
             raise WorkerUnavailable(call.worker_id, f"the call reached worker {self.worker_id}")
-        if call.request.prompt.namespace != self.namespace_id:
+        if call.request.prompt.namespace != self._identity.namespace.narrowed(call.request.cache_salt).id:
             raise WorkerUnavailable(self.worker_id, "the prompt was hashed for another model or other settings")
         if call.attempt_id in self._attempts_seen:
             raise WorkerUnavailable(self.worker_id, f"attempt {call.attempt_id} was here before")
@@ -243,6 +243,7 @@ class Worker:
                 block_hash=prompt.chain[position],
                 parent_hash=prompt.parent_of(position),
                 token_ids=prompt.block_token_ids(position),
+                namespace=prompt.namespace,
             )
             for position, block_id in enumerate(taken.block_ids[: taken.num_shared])
         ]

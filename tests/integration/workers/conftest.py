@@ -105,15 +105,17 @@ class TestWorker:
         self.decode_service = DecodeService(worker)
         self.faults: list[CacheFault] = []
 
-    def request(self, token_ids: Sequence[int], cache: CacheControl, max_tokens: int = 6) -> GenerateRequest:
+    def request(
+        self, token_ids: Sequence[int], cache: CacheControl, max_tokens: int = 6, salt: str = ""
+    ) -> GenerateRequest:
         prompt = hash_prompt(
-            self.worker.engine.model.namespace.id,
+            self.worker.engine.model.namespace.narrowed(salt).id,
             token_ids,
             block_tokens=BLOCK_TOKENS,
             algorithm=HashAlgorithm.XXH3_128,
         )
         sampling = SamplingParams(max_tokens=max_tokens, logprobs=VOCAB, ignore_eos=True)
-        return GenerateRequest(RequestId("r"), "tiny", prompt, sampling, cache)
+        return GenerateRequest(RequestId("r"), "tiny", prompt, sampling, cache, cache_salt=salt)
 
     async def prefill(self, token_ids: Sequence[int], *, hint_nodes: tuple[str, ...] = ()) -> PrefillResult:
         return await self.prefill_service.prefill(
@@ -134,8 +136,9 @@ class TestWorker:
         hint_nodes: tuple[str, ...] = (),
         computed_from: int | None = None,
         max_tokens: int = 6,
+        salt: str = "",
     ) -> Reply:
-        request = self.request(token_ids, cache, max_tokens)
+        request = self.request(token_ids, cache, max_tokens, salt)
         call = DecodeCall(
             attempt_id=new_attempt(),
             request=request,
@@ -186,9 +189,11 @@ def membership() -> MemoryMembership:
 
 @pytest.fixture
 async def make_worker(
-    tiny_models: list[LoadedModel], membership: Membership, tmp_path: Path
+    request: pytest.FixtureRequest, tiny_models: list[LoadedModel], membership: Membership, tmp_path: Path
 ) -> AsyncIterator[MakeWorker]:
     """Start workers; `near=False` puts one on another host, where only gRPC is left. Nothing may be held at the end."""
+    if "store_node" in request.fixturenames:
+        request.getfixturevalue("store_node")  # made before the workers, so that it outlives what they still publish
     made: list[TestWorker] = []
     free_models = list(tiny_models)
 

@@ -74,7 +74,9 @@ async def test_a_store_node_killed_while_it_is_read_costs_a_recompute(make_worke
         token_ids = prompts(40 * B + 1, salt=8)
         cold = await near.decode(token_ids)
         await near.published()
-        assert (await far.decode(token_ids, cache=NOT_DEVICE, hint_nodes=("killed",))).cached.grpc == 40 * B
+        assert near.faults == []
+        warm = await far.decode(token_ids, cache=NOT_DEVICE, hint_nodes=("killed",))
+        assert (warm.cached.grpc, far.faults) == (40 * B, [])
         asked = [
             asyncio.create_task(worker.decode(token_ids, cache=NOT_DEVICE, hint_nodes=("killed",)))
             for worker in (near, far, near, far)

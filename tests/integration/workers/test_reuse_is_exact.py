@@ -126,3 +126,22 @@ async def test_sources_can_be_chosen_per_request(make_worker, store_node, prompt
         reply = await worker.decode(token_ids, cache=cache, hint_nodes=("node-1",))
         assert reply.cached == expected
         assert reply.same_answer_as(cold)
+
+
+async def test_a_salt_shares_with_the_same_salt_only(make_worker, store_node, prompts):
+    """Fails when blocks cross between salts, on the device or in the store, or when a salted prompt is not stored."""
+    token_ids = prompts(4 * B + 1, salt=9)
+    first, second = await make_worker("first"), await make_worker("second")
+    cold = await first.cold(token_ids)
+    replies = [
+        await first.decode(token_ids, salt="a"),
+        await first.decode(token_ids, salt="b"),
+        await first.decode(token_ids),
+    ]
+    await first.published()
+    assert [reply.cached.total for reply in replies] == [0, 0, 0]
+    for salt in ("a", "b", ""):
+        device, memory = await first.decode(token_ids, salt=salt), await second.decode(token_ids, salt=salt)
+        assert (device.cached.device, memory.cached.shared_memory) == (4 * B, 4 * B)
+        replies += [device, memory]
+    assert all(reply.same_answer_as(cold) for reply in replies)

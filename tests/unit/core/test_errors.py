@@ -9,6 +9,8 @@ from headrace.core import errors
 EXAMPLES = [
     errors.InvalidRequest("no", param="n"),
     errors.UnknownModel("x", ["a", "b"]),
+    errors.RequestTooLarge(7),
+    errors.ContextExceeded("no", tokens_max=8),
     errors.Overloaded("full", retry_after_ms=20),
     errors.WorkerUnavailable("w1", "died"),
     errors.DeadlineExceeded("a peer"),

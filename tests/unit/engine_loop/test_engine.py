@@ -486,7 +486,8 @@ async def test_a_consumer_that_does_not_read_is_ended_and_others_are_unharmed(ma
 
 async def test_a_block_sent_to_a_stream_that_has_ended_is_given_back(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    block_hash = make_prompt(engine, make_tokens(8, seed=1)).chain[0]
+    prompt = make_prompt(engine, make_tokens(8, seed=1))
+    block_hash = prompt.chain[0]
     closed, full = (EventStream(engine.pool, lambda stream: stream.wake()) for _ in range(2))
     closed.close()
     for _ in range(STREAM_EVENTS_MAX):
@@ -494,7 +495,7 @@ async def test_a_block_sent_to_a_stream_that_has_ended_is_given_back(make_engine
     for stream in (closed, full, full):
         taken = engine.pool.take(1)
         assert isinstance(taken, Taken)
-        stream.send(FilledBlock(0, taken.block_ids[0], block_hash, block_hash, ()))
+        stream.send(FilledBlock(0, taken.block_ids[0], block_hash, block_hash, (), prompt.namespace))
         assert engine.pool.available_blocks == 64
 
 
@@ -654,7 +655,9 @@ async def test_load_counts_who_runs_and_who_waits(make_engine: MakeEngine) -> No
     await until(lambda: engine.load().running + engine.load().waiting == 3)
     engine.model.runner.gate.set()
     await asyncio.gather(*tasks)
-    await until(lambda: engine.load() == EngineLoad(running=0, waiting=0, free_blocks=64))
+    await until(
+        lambda: engine.load() == EngineLoad(running=0, waiting=0, free_blocks=64, kept_blocks=engine.pool.kept_blocks)
+    )
 
 
 # Eviction

@@ -17,5 +17,5 @@ from headrace.wire.v1 import admin_pb2, block_store_pb2, inference_pb2
     ids=lambda m: type(m).__name__,
 )
 def test_a_message_survives_pickling(message):
-    """Fails when the class names a module that does not exist: protoc derives it from the proto's path, not from ours."""
+    """Fails when the class names a module that does not exist: protoc derives it from the proto's path."""
     assert pickle.loads(pickle.dumps(message)) == message
