@@ -54,7 +54,7 @@ class StoreSettings:
     node_id: str = setting("", "Stable name of this host's store node. Default: the host name.")
     arena_mb: int = setting(2_048, "Shared memory for the host tier, in MiB.")
     arena_dir: str = setting("/dev/shm", "Directory of the arena file; a memory-backed file system.")
-    store_host: str = setting("127.0.0.1", "Address on which the store node serves gRPC.")
+    store_host: str = setting("127.0.0.1", "Address on which the store node serves gRPC. On Ray, auto: its node's own.")
     store_port: int = setting(0, "Port of the store node. 0: any free one.")
 
 
