@@ -38,8 +38,7 @@ def prepare_model(settings: ModelSettings, *, report: Report) -> None:
     Any other model is the workers' own business. Raises ModelRefused with the remedy when the files cannot be had.
     """
     if settings.model == DEFAULT_MODEL:
-        from headrace.engine.convert_gguf import prepare_default_model
-        from headrace.engine.load_model import model_cache_dir
+        from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 
         prepare_default_model(model_cache_dir(settings), report=report)
 

