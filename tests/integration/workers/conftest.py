@@ -189,11 +189,12 @@ def membership() -> MemoryMembership:
 
 @pytest.fixture
 async def make_worker(
-    request: pytest.FixtureRequest, tiny_models: list[LoadedModel], membership: Membership, tmp_path: Path
+    tiny_models: list[LoadedModel], membership: Membership, tmp_path: Path
 ) -> AsyncIterator[MakeWorker]:
-    """Start workers; `near=False` puts one on another host, where only gRPC is left. Nothing may be held at the end."""
-    if "store_node" in request.fixturenames:
-        request.getfixturevalue("store_node")  # made before the workers, so that it outlives what they still publish
+    """Start workers; `near=False` puts one on another host, where only gRPC is left. Nothing may be held at the end.
+
+    A test names `store_node` before this, so that the node outlives what the workers still publish.
+    """
     made: list[TestWorker] = []
     free_models = list(tiny_models)
 

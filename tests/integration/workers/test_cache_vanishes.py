@@ -17,7 +17,7 @@ B = 8
 NOT_DEVICE = CacheControl(sources=frozenset({CacheSource.SHARED_MEMORY, CacheSource.GRPC}))
 
 
-async def test_evicting_everything_all_the_time_changes_no_answer(make_worker, store_node, prompts):
+async def test_evicting_everything_all_the_time_changes_no_answer(store_node, make_worker, prompts):
     """Fails when a block that went between lookup and fetch is used, or its loss is an error."""
     near, far = await make_worker("near"), await make_worker("far", near=False)
     heads = [prompts(5 * B + salt, salt=salt) for salt in range(3)]
@@ -44,7 +44,7 @@ async def test_evicting_everything_all_the_time_changes_no_answer(make_worker, s
     assert evicting.cancelled()
 
 
-async def test_a_damaged_block_in_the_arena_is_recomputed_and_stored_anew(make_worker, store_node, prompts):
+async def test_a_damaged_block_in_the_arena_is_recomputed_and_stored_anew(store_node, make_worker, prompts):
     """Fails when a flipped byte reaches an answer, or the broken block stays in the store for ever."""
     token_ids = prompts(5 * B + 2, salt=7)
     maker, reader = await make_worker("maker"), await make_worker("reader")
@@ -71,6 +71,9 @@ async def test_a_store_node_killed_while_it_is_read_costs_a_recompute(make_worke
     try:
         near = await make_worker("near", members=membership)
         far = await make_worker("far", near=False, members=membership)
+        async with asyncio.timeout(20):  # the node announces itself in the background
+            while not (near.worker.nodes.local() and far.worker.nodes.remote("killed")):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
         token_ids = prompts(40 * B + 1, salt=8)
         cold = await near.decode(token_ids)
         await near.published()

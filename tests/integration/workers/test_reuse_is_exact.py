@@ -9,7 +9,7 @@ from headrace.core.generation import CacheControl, CachedTokens
 B = 8
 
 
-async def test_every_way_of_reuse_gives_the_bits_of_a_cold_run(make_worker, store_node, prompts):
+async def test_every_way_of_reuse_gives_the_bits_of_a_cold_run(store_node, make_worker, prompts):
     """Fails when one bit of one logit differs between cold, device, shared memory and gRPC."""
     token_ids = prompts(6 * B + 3)
     first, near, far = (
@@ -31,7 +31,7 @@ async def test_every_way_of_reuse_gives_the_bits_of_a_cold_run(make_worker, stor
         assert reply.same_answer_as(cold)
 
 
-async def test_prefill_and_decode_on_two_workers_equal_one(make_worker, store_node, prompts):
+async def test_prefill_and_decode_on_two_workers_equal_one(store_node, make_worker, prompts):
     """Fails when the hand-over changes a bit, or counts as cached what prefill has just computed."""
     token_ids = prompts(5 * B, salt=1)
     prefill, decode = await make_worker("prefill"), await make_worker("decode")
@@ -45,7 +45,7 @@ async def test_prefill_and_decode_on_two_workers_equal_one(make_worker, store_no
     assert (again.reused_blocks, again.published_blocks) == (5, 7)
 
 
-async def test_the_same_prompt_again_and_again_and_eight_at_once(make_worker, store_node, prompts):
+async def test_the_same_prompt_again_and_again_and_eight_at_once(store_node, make_worker, prompts):
     """Fails when a repeat differs, or misses what the first one left."""
     token_ids = prompts(6 * B, salt=2)
     worker = await make_worker("worker")
@@ -56,7 +56,7 @@ async def test_the_same_prompt_again_and_again_and_eight_at_once(make_worker, st
     assert [reply.cached.total for reply in replies] == [0] + [5 * B] * 12
 
 
-async def test_many_tails_on_shared_heads_side_by_side(make_worker, store_node, prompts):
+async def test_many_tails_on_shared_heads_side_by_side(store_node, make_worker, prompts):
     """Fails when prompts that share a head disturb each other, on one worker or between two."""
     rng = random.Random(9)
     workers = [await make_worker("near"), await make_worker("far", near=False)]
@@ -76,7 +76,7 @@ async def test_many_tails_on_shared_heads_side_by_side(make_worker, store_node, 
     assert sum(hit > 0 for hit in hits) >= 5, "without hits this test shows nothing"
 
 
-async def test_every_length_around_block_edges(make_worker, store_node, prompts):
+async def test_every_length_around_block_edges(store_node, make_worker, prompts):
     """Fails at exactly k blocks, one more or one less: an error, another answer, or a hit of the whole prompt."""
     worker, near = await make_worker("worker"), await make_worker("near")
     for length in range(1, 3 * B + 3):
@@ -96,7 +96,7 @@ async def test_every_length_around_block_edges(make_worker, store_node, prompts)
         assert longer.same_answer_as(await near.cold([*token_ids, 7], max_tokens=3))
 
 
-async def test_an_edited_history_is_reused_up_to_the_edit(make_worker, store_node, prompts):
+async def test_an_edited_history_is_reused_up_to_the_edit(store_node, make_worker, prompts):
     """Fails when blocks behind a changed token count."""
     worker, near = await make_worker("worker"), await make_worker("near")
     history = prompts(6 * B + 1, salt=3)
@@ -111,7 +111,7 @@ async def test_an_edited_history_is_reused_up_to_the_edit(make_worker, store_nod
         assert (await reader.decode(history)).cached.total == 6 * B
 
 
-async def test_sources_can_be_chosen_per_request(make_worker, store_node, prompts):
+async def test_sources_can_be_chosen_per_request(store_node, make_worker, prompts):
     """Fails when a source that was excluded is used, as `headrace verify` relies on."""
     token_ids = prompts(4 * B + 1, salt=4)
     worker = await make_worker("worker")
@@ -128,7 +128,7 @@ async def test_sources_can_be_chosen_per_request(make_worker, store_node, prompt
         assert reply.same_answer_as(cold)
 
 
-async def test_a_salt_shares_with_the_same_salt_only(make_worker, store_node, prompts):
+async def test_a_salt_shares_with_the_same_salt_only(store_node, make_worker, prompts):
     """Fails when blocks cross between salts, on the device or in the store, or when a salted prompt is not stored."""
     token_ids = prompts(4 * B + 1, salt=9)
     first, second = await make_worker("first"), await make_worker("second")

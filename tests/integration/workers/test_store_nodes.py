@@ -93,7 +93,7 @@ async def test_while_the_index_is_away_known_nodes_stay(store_node, membership, 
     assert [type(fault) for fault in faults] == [IndexUnavailable]
 
 
-async def test_a_worker_without_a_node_of_its_own_publishes_over_grpc(make_worker, store_node, prompts):
+async def test_a_worker_without_a_node_of_its_own_publishes_over_grpc(store_node, make_worker, prompts):
     """Fails when blocks sent over gRPC are not stored, or differ from those written in place."""
     far, near = await make_worker("far", near=False), await make_worker("near")
     token_ids = prompts(4 * B + 1)
@@ -104,7 +104,7 @@ async def test_a_worker_without_a_node_of_its_own_publishes_over_grpc(make_worke
     assert reply.same_answer_as(computed)
 
 
-async def test_eight_prefills_of_one_cold_prompt_on_two_workers_store_it_once(make_worker, store_node, prompts):
+async def test_eight_prefills_of_one_cold_prompt_on_two_workers_store_it_once(store_node, make_worker, prompts):
     """Fails when publishing the same block twice is an error, a second copy, or a lost reference."""
     workers = [await make_worker("p1"), await make_worker("p2")]
     token_ids = prompts(6 * B, salt=5)
