@@ -68,7 +68,7 @@ class Engine:
         )
         self._clock = clock
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
-        self._queue = AdmissionQueue(self.pool, may_grant=lambda: not (self._num_preempted or self._ended))
+        self._queue = AdmissionQueue(self.pool, may_grant=lambda: not (self.num_without_blocks or self._ended))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._step_until_stopped, name="engine steps", daemon=True)
         # The mailbox, under `_mail`. `_changed`: something happened since the step thread last looked.
@@ -85,7 +85,7 @@ class Engine:
         self._idle = True
         self._num_in_batch = 0
         self._num_outside = 0
-        self._num_preempted = 0
+        self.num_without_blocks = 0  # preempted sequences that wait to go on
 
     def start(self) -> None:
         """Start the step thread; call from the event loop that will consume events."""
@@ -405,9 +405,9 @@ class Engine:
         runs = self._runs.values()
         self._num_in_batch = sum(run.in_batch for run in runs)
         self._num_outside = len(runs) - self._num_in_batch
-        had_preempted = self._num_preempted > 0
-        self._num_preempted = sum(not run.block_ids for run in runs)
-        if had_preempted and self._num_preempted == 0:
+        had_preempted = self.num_without_blocks > 0
+        self.num_without_blocks = sum(not run.block_ids for run in runs)
+        if had_preempted and self.num_without_blocks == 0:
             self._call_on_loop(self._queue.grant)
 
     def _on_freed(self) -> None:

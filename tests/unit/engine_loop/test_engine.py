@@ -320,7 +320,7 @@ async def test_a_preempted_sequence_gets_blocks_before_new_prompts_do(make_engin
     young = asyncio.create_task(generate(engine, make_tokens(8, seed=2), sampling=params))
     await until(lambda: engine.num_preemptions > 0)
     admission = await admit(engine, [1])
-    assert engine.load().waiting == 0, "a preempted sequence still waits for blocks"
+    assert engine.num_without_blocks == 0, "a preempted sequence still waits for blocks"
     engine.release(admission)
     await asyncio.gather(old, young)
 
