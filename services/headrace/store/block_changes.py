@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from headrace.core.block import BlockHash, NamespaceId
+from headrace.core.block import BlockHash, BlockHeader, NamespaceId
 
 
 class BlockChanges(Protocol):
@@ -11,7 +11,7 @@ class BlockChanges(Protocol):
     Must neither block nor raise: `removed` is called before the block's memory may be given to another.
     """
 
-    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None: ...
+    def added(self, header: BlockHeader) -> None: ...
 
     def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None: ...
 
@@ -19,8 +19,25 @@ class BlockChanges(Protocol):
 class IgnoreChanges:
     """For a node that no index follows (tests, simulation)."""
 
-    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
+    def added(self, header: BlockHeader) -> None:
         """Nobody listens."""
 
     def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
         """Nobody listens."""
+
+
+class TellEach:
+    """Hands every change to several followers, in the order in which they are given."""
+
+    def __init__(self, *followers: BlockChanges) -> None:
+        self._followers = followers
+
+    def added(self, header: BlockHeader) -> None:
+        """As `BlockChanges.added`."""
+        for follower in self._followers:
+            follower.added(header)
+
+    def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
+        """As `BlockChanges.removed`."""
+        for follower in self._followers:
+            follower.removed(namespace, block_hash)

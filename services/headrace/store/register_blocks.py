@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Protocol
 
-from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
+from headrace.core.block import BlockHash, BlockHeader, HolderId, NamespaceId, Tier
 from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import INDEX_BATCH_BLOCKS, INDEX_QUEUE_BLOCKS_MAX, INDEX_RETRY_MS, INDEX_RETRY_MS_MAX
 from headrace.core.ports import BlockIndex
@@ -87,9 +87,9 @@ class PendingChanges:
     def __len__(self) -> int:
         return len(self._inventory) + len(self._changes)
 
-    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
+    def added(self, header: BlockHeader) -> None:
         """As `BlockChanges.added`."""
-        self._put(Change(True, namespace, block_hash))
+        self._put(Change(True, header.namespace, header.block_hash))
 
     def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
         """As `BlockChanges.removed`."""

@@ -373,7 +373,7 @@ class StoreNode:
             newly.used_s = now_s
             if newly.parent is not None:
                 self._blocks.touch(newly.parent, now_s)
-            self._changes.added(*newly.key)
+            self._changes.added(newly.header)
         for newly in shown or [block]:
             self._blocks.offer(newly)
 

@@ -42,10 +42,11 @@ class ChangeLog:
         self.changes: list[tuple[str, BlockHash]] = []
         self.registered: set[tuple[NamespaceId, BlockHash]] = set()
 
-    def added(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
-        assert (namespace, block_hash) not in self.registered
-        self.registered.add((namespace, block_hash))
-        self.changes.append(("added", block_hash))
+    def added(self, header: BlockHeader) -> None:
+        key = (header.namespace, header.block_hash)
+        assert key not in self.registered
+        self.registered.add(key)
+        self.changes.append(("added", header.block_hash))
 
     def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
         self.registered.remove((namespace, block_hash))
