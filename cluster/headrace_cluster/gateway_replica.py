@@ -48,7 +48,10 @@ class GatewayReplica:
 
     async def ListModels(self, request: Any, grpc_context: Any) -> Any:
         """inference.proto."""
-        return await self._gateway.inference.ListModels(request, grpc_context)
+        try:
+            return await self._gateway.inference.ListModels(request, grpc_context)
+        except CallRefused:
+            return inference_pb2.ListModelsReply()
 
     async def ListBlocks(self, request: Any, grpc_context: Any) -> Any:
         """admin.proto."""

@@ -114,12 +114,18 @@ class Namespace:
                 digest.update(struct.pack("<I", len(part)) + part)
         return NamespaceId(digest.hexdigest()[:32])
 
-    def narrowed(self, salt: str) -> "Namespace":
-        """This namespace for callers who gave the same salt only; "" is this namespace itself. A salt cannot widen the
-        trust group: the group's length stands before it, so that no two (group, salt) pairs are spelled alike."""
-        if not salt:
-            return self
-        return replace(self, trust_group=f"{len(self.trust_group)}:{self.trust_group}:{salt}")
+    def narrowed(self, salt: str, *, trust_group: str = "") -> "Namespace":
+        """This namespace for callers of one trust group who gave the same salt only; both "" is this namespace itself.
+
+        Neither can be spelled so that it widens the other: what they narrow stands before them with its length, and a
+        sign that tells which of the two follows, so that no two (group, salt) pairs are spelled alike.
+        """
+        narrowed = self.trust_group
+        if trust_group:
+            narrowed = f"{len(narrowed)}:{narrowed}@{trust_group}"
+        if salt:
+            narrowed = f"{len(narrowed)}:{narrowed}:{salt}"
+        return self if narrowed == self.trust_group else replace(self, trust_group=narrowed)
 
     def named_fields(self) -> list[tuple[str, str]]:
         """The flat (name, value) list that the digest covers, layout fields spelled `layout.<name>`."""

@@ -5,6 +5,8 @@
     │   ├── UnknownModel      no worker serves that model             (model, known)
     │   ├── ContextExceeded   prompt plus output does not fit         (tokens_max)
     │   └── RequestTooLarge   refused before it is read               (bytes_max)
+    ├── Unauthenticated       no API key, or none that is known       ()
+    ├── PermissionDenied      the key's role does not allow this      (what)
     ├── Overloaded            try again later                         (retry_after_ms)
     ├── WorkerUnavailable     the worker died, left or cannot serve   (worker_id)
     ├── DeadlineExceeded      time is up                              (what)
@@ -72,6 +74,21 @@ class RequestTooLarge(InvalidRequest):
     def __init__(self, bytes_max: int) -> None:
         super().__init__(f"the request is larger than {bytes_max} bytes; nothing was started, send less")
         self.bytes_max = bytes_max
+
+
+class Unauthenticated(HeadraceError):
+    """The call carries no API key, or one that is not known here. Never says which keys are."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; send an API key of this deployment as `Authorization: Bearer KEY`")
+
+
+class PermissionDenied(HeadraceError):
+    """The caller is known and may not do this."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"this API key may not {what}; it takes a key of a tenant with the role admin")
+        self.what = what
 
 
 class Overloaded(HeadraceError):

@@ -61,7 +61,8 @@ class GenerateRequest:
     prompt: HashedPrompt
     sampling: SamplingParams
     cache: CacheControl = CacheControl()
-    cache_salt: str = ""  # the prompt was hashed in the namespace narrowed by this
+    trust_group: str = ""  # the prompt was hashed in the model's namespace narrowed to this group, which the server
+    cache_salt: str = ""  # settles by the caller's key, and to this salt, which the caller chooses
     decode_worker: WorkerId | None = None  # asked for by the caller; None: the gateway chooses
     prefill_worker: WorkerId | None = None
 

@@ -269,6 +269,17 @@ STOP_GRACE_MS = 2_000
 INDEX_SWEEP_MS = 30_000
 INDEX_SWEEP_ENTRIES = 4_096
 
+# Length of an API key. Ours have 46 characters (256 random bits); 20 drawn at random from 64 signs are still 120 bits,
+# which nobody guesses, and the upper bound keeps the hashing of what strangers send to a few microseconds.
+API_KEY_CHARS_MIN = 20
+API_KEY_CHARS_MAX = 512
+
+# Keys in a tenants file. Every call is compared with all of them, at about 1 us each: 1 ms at the bound.
+API_KEYS_MAX = 1_024
+
+# A tenants file of API_KEYS_MAX keys at 101 characters, each with a tenant around it, takes about 200 KB.
+TENANTS_FILE_BYTES_MAX = 1024 * 1024
+
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS

@@ -13,6 +13,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 
 from headrace.core.limits import HEALTH_WATCH_MS
+from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.refuse_call import RefuseCall
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
 from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
@@ -36,7 +37,8 @@ class InferenceRpc:
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request in, Accepted, tokens and Done out. Cancelling the call ends the work on the worker."""
         try:
-            async with aclosing(self._service.generate(parse_generate_request(request))) as events:
+            tenant = self._service.authenticate(authorization_of(grpc_context))
+            async with aclosing(self._service.generate(parse_generate_request(request), tenant)) as events:
                 async for event in events:
                     yield _render(event)
         except Exception as error:
@@ -45,14 +47,18 @@ class InferenceRpc:
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, grpc_context: Any
     ) -> inference_pb2.ListModelsReply:
-        """Models that are served now."""
+        """Models that are served now, each with the namespace of the caller's own trust group."""
+        try:
+            tenant = self._service.authenticate(authorization_of(grpc_context))
+        except Exception as error:
+            await self._refuse(grpc_context, error)
         return inference_pb2.ListModelsReply(
             models=[
                 render_model(
                     served.name,
                     context_tokens_max=served.tokens_max,
                     block_tokens=served.namespace.layout.block_tokens,
-                    namespace=served.namespace.id,
+                    namespace=served.namespace.narrowed("", trust_group=tenant.trust_group).id,
                 )
                 for served in self._service.models()
             ]

@@ -18,9 +18,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge, UnknownModel
+from headrace.core.errors import HeadraceError, InvalidRequest, PermissionDenied, RequestTooLarge, UnknownModel
 from headrace.core.generation import Usage, WorkerId
 from headrace.core.limits import CLIENT_REQUEST_ID_CHARS_MAX, REQUEST_BODY_BYTES_MAX, REQUEST_DRAIN_BYTES_MAX
+from headrace.core.tenants import Tenant
+from headrace.gateway.authenticate import AUTHORIZATION
 from headrace.gateway.merge_streams import merge_streams
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
 from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
@@ -71,7 +73,12 @@ class _Api:
         self._service = service
         self._metrics_text = metrics_text
 
+    def _caller(self, request: Request) -> Tenant:
+        """Who asks. Raises Unauthenticated, before anything of the request's body is read."""
+        return self._service.authenticate(request.headers.get(AUTHORIZATION))
+
     async def list_models(self, request: Request) -> Response:
+        self._caller(request)
         created_unix_s = self._service.clock.unix_ms() // 1000
         models = [
             render_model(m.name, created_unix_s=created_unix_s, context_tokens_max=m.tokens_max)
@@ -80,6 +87,7 @@ class _Api:
         return JSONResponse({"object": "list", "data": models})
 
     async def get_model(self, request: Request) -> Response:
+        self._caller(request)
         name, models = request.path_params["model"], self._service.models()
         found = next((m for m in models if m.name == name), None)
         if found is None:
@@ -106,14 +114,18 @@ class _Api:
         return JSONResponse(body, status_code=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
+        """Counts of all tenants together, and so an admin's to see."""
+        if not self._caller(request).is_admin:
+            raise PermissionDenied("read the metrics of all tenants")
         if self._metrics_text is None:
             raise HTTPException(404, "this process exports no metrics here")
         return PlainTextResponse(self._metrics_text(), media_type="text/plain; version=0.0.4")
 
     async def _answer(self, request: Request, parse: Callable[[JsonObject], OpenAiRequest], *, chat: bool) -> Response:
         """Read, parse and generate. Errors until the first token have an HTTP status of their own."""
+        tenant = self._caller(request)
         wanted = parse(parse_json_body(await read_body(request)))
-        events = self._generate(wanted)
+        events = self._generate(wanted, tenant)
         created_unix_s = self._service.clock.unix_ms() // 1000
         headers = _request_id_headers(request)
         try:
@@ -129,8 +141,8 @@ class _Api:
             raise
         return EventStream(opening, events, wanted, chat=chat, created_unix_s=created_unix_s, headers=headers)
 
-    def _generate(self, wanted: OpenAiRequest) -> AsyncGenerator[NumberedEvent, None]:
-        return merge_streams([_number(i, self._service.generate(r)) for i, r in enumerate(wanted.requests)])
+    def _generate(self, wanted: OpenAiRequest, tenant: Tenant) -> AsyncGenerator[NumberedEvent, None]:
+        return merge_streams([_number(i, self._service.generate(r, tenant)) for i, r in enumerate(wanted.requests)])
 
 
 async def _number(prompt: int, events: AsyncGenerator[GatewayEvent, None]) -> AsyncGenerator[NumberedEvent, None]:

@@ -26,6 +26,8 @@ from headrace.core.limits import (
     WORKER_TABLE_REFRESH_MS,
 )
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
+from headrace.core.tenants import KeyRing, Tenant
+from headrace.gateway.authenticate import authenticate
 from headrace.gateway.route_request import ChoiceEvent, ChoiceToken, RouteObserver, Router, route_request
 from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
 from headrace.gateway.worker_table import ServedModel, WorkerTable
@@ -73,7 +75,10 @@ class GatewayService:
         observer: RouteObserver | None = None,
         tie_break: Callable[[WorkerId], float] = lambda worker_id: random.random(),
         inflight_max: int = GATEWAY_INFLIGHT_MAX,
+        key_ring: KeyRing | None = None,
     ) -> None:
+        """key_ring: whose API keys are let in; None lets everybody in, as one tenant."""
+        self.key_ring = key_ring
         self.membership = membership
         self.calls = calls
         self.clock = clock
@@ -153,16 +158,20 @@ class GatewayService:
             self._refresh_now.clear()
             await self.refresh()
 
-    async def generate(self, request: ClientRequest) -> AsyncGenerator[GatewayEvent, None]:
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """Who a call is from, by its `Authorization` header or metadata. Raises Unauthenticated."""
+        return authenticate(authorization, self.key_ring)
+
+    async def generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
         """Serve one client request: Accepted, then tokens, then one ChoiceFinished per choice.
 
-        Raises InvalidRequest (nothing was sent to a worker), Overloaded, WorkerUnavailable, DeadlineExceeded. Closing
-        the stream ends the work on every worker.
+        Blocks are shared within the tenant's trust group. Raises InvalidRequest (nothing was sent to a worker),
+        Overloaded, WorkerUnavailable, DeadlineExceeded. Closing the stream ends the work on every worker.
         """
         accepted_s = self.clock.now_s()
         deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
         with self._admitted():
-            requests = await self._prepare(request, deadline)
+            requests = await self._prepare(request, tenant, deadline)
             yield Accepted(request_id=requests[0].request_id, model=requests[0].model)
             waiting = True
             try:
@@ -187,7 +196,7 @@ class GatewayService:
         finally:
             self._inflight -= 1
 
-    async def _prepare(self, request: ClientRequest, deadline: Deadline) -> list[GenerateRequest]:
+    async def _prepare(self, request: ClientRequest, tenant: Tenant, deadline: Deadline) -> list[GenerateRequest]:
         """Tokenise, hash and settle sampling: one GenerateRequest for each choice, all with the same prompt."""
         served = self.table.served(request.model, request.decode_worker)
         token_ids = await tokenize_prompt(
@@ -198,7 +207,7 @@ class GatewayService:
             deadline=deadline,
         )
         sampling = settle_sampling(request.sampling, prompt_tokens=len(token_ids), tokens_max=served.tokens_max)
-        prompt = hash_for(served.namespace, token_ids, cache_salt=request.cache_salt)
+        prompt = hash_for(served.namespace, token_ids, cache_salt=request.cache_salt, trust_group=tenant.trust_group)
         request_id = RequestId(secrets.token_hex(12))
         return [
             GenerateRequest(
@@ -207,6 +216,7 @@ class GatewayService:
                 prompt=prompt,
                 sampling=replace(sampling, seed=(sampling.seed + choice) % 2**64),
                 cache=request.cache,
+                trust_group=tenant.trust_group,
                 cache_salt=request.cache_salt,
                 decode_worker=request.decode_worker,
                 prefill_worker=request.prefill_worker,
@@ -221,9 +231,11 @@ def _log_end(task: asyncio.Task[None]) -> None:
         log.critical("the worker table is followed no more", exc_info=task.exception())
 
 
-def hash_for(namespace: Namespace, token_ids: tuple[int, ...], *, cache_salt: str = "") -> HashedPrompt:
-    """Hash a prompt under a model's namespace, narrowed by the caller's salt."""
-    namespace = namespace.narrowed(cache_salt)
+def hash_for(
+    namespace: Namespace, token_ids: tuple[int, ...], *, cache_salt: str = "", trust_group: str = ""
+) -> HashedPrompt:
+    """Hash a prompt under a model's namespace, narrowed to the caller's trust group and by the caller's salt."""
+    namespace = namespace.narrowed(cache_salt, trust_group=trust_group)
     return hash_prompt(
         namespace.id, token_ids, block_tokens=namespace.layout.block_tokens, algorithm=namespace.hash_algorithm
     )

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from headrace.core.block import CacheSource
+from headrace.core.block import CacheSource, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, IndexUnavailable, WorkerUnavailable
 from headrace.core.generation import DecodeCall, EvictReport, EvictSelector, GenerateRequest, PrefillCall, WorkerId
@@ -164,7 +164,7 @@ class Worker:
             raise WorkerUnavailable(self.worker_id, "it is stopping")
         if call.worker_id != self.worker_id:
             raise WorkerUnavailable(call.worker_id, f"the call reached worker {self.worker_id}")
-        if call.request.prompt.namespace != self._identity.namespace.narrowed(call.request.cache_salt).id:
+        if call.request.prompt.namespace != self._namespace_of(call.request):
             raise WorkerUnavailable(self.worker_id, "the prompt was hashed for another model or other settings")
         if call.attempt_id in self._attempts_seen:
             raise WorkerUnavailable(self.worker_id, f"attempt {call.attempt_id} was here before")
@@ -179,6 +179,10 @@ class Worker:
             self._attempts_running -= 1
             if self._attempts_running == 0:
                 self._idle.set()
+
+    def _namespace_of(self, request: GenerateRequest) -> NamespaceId:
+        """In which namespace the request's prompt must have been hashed to be computed here."""
+        return self._identity.namespace.narrowed(request.cache_salt, trust_group=request.trust_group).id
 
     @asynccontextmanager
     async def hold_prefix(

@@ -18,7 +18,9 @@ from headrace.core.errors import (
     InvalidRequest,
     ModelRefused,
     Overloaded,
+    PermissionDenied,
     RequestTooLarge,
+    Unauthenticated,
     UnknownModel,
     WorkerUnavailable,
 )
@@ -58,6 +60,11 @@ TABLE: tuple[tuple[type[HeadraceError], ErrorStatus], ...] = (
     ),
     (RequestTooLarge, ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 413, "invalid_request_error", "request_too_large")),
     (InvalidRequest, ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", None)),
+    (Unauthenticated, ErrorStatus(grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error", "invalid_api_key")),
+    (
+        PermissionDenied,
+        ErrorStatus(grpc.StatusCode.PERMISSION_DENIED, 403, "invalid_request_error", "insufficient_permissions"),
+    ),
     (Overloaded, ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "overloaded")),
     (WorkerUnavailable, ErrorStatus(grpc.StatusCode.UNAVAILABLE, 503, "server_error", "worker_unavailable")),
     (DeadlineExceeded, ErrorStatus(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "deadline_exceeded")),
@@ -84,7 +91,9 @@ def retry_after_ms(error: BaseException) -> int | None:
 
 
 def http_headers(error: BaseException) -> dict[str, str]:
-    """`Retry-After`, in whole seconds rounded up, where trying again makes sense."""
+    """`Retry-After`, in whole seconds rounded up, where trying again makes sense; the scheme, where a key is missing."""
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
     wait_ms = retry_after_ms(error)
     return {} if wait_ms is None else {"retry-after": str(max(1, -(-wait_ms // 1000)))}
 
@@ -111,6 +120,11 @@ def error_of(code: grpc.StatusCode, message: str, metadata: Iterable[tuple[str, 
     told = {key: value for key, value in metadata if isinstance(value, str)}
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
         return InvalidRequest(message, param=told.get(PARAM_KEY))
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated(_before_remedy(message, Unauthenticated("")))
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        what = _before_remedy(message, PermissionDenied(""))
+        return PermissionDenied(what.removeprefix("this API key may not "))
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         wait = told.get(RETRY_AFTER_KEY, "")
         what = message.rpartition("; try again in ")[0] or message
@@ -122,6 +136,11 @@ def error_of(code: grpc.StatusCode, message: str, metadata: Iterable[tuple[str, 
         worker_id, why = worker.groups() if worker else ("(none)", message)
         return WorkerUnavailable("" if worker_id == "(none)" else worker_id, why)
     return HeadraceError(f"{code.name}: {message}")
+
+
+def _before_remedy(message: str, pattern: HeadraceError) -> str:
+    """A message without the remedy that its class puts behind every one."""
+    return message.removesuffix("; " + str(pattern).partition("; ")[2])
 
 
 def error_of_call(failed: grpc.aio.AioRpcError) -> HeadraceError:

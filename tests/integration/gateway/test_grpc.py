@@ -195,6 +195,9 @@ class PlainContext:
     def __init__(self):
         self.told = {}
 
+    def invocation_metadata(self):
+        return [("user-agent", "grpc")]
+
     def set_code(self, code):
         self.told["code"] = code
 

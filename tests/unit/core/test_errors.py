@@ -11,6 +11,8 @@ EXAMPLES = [
     errors.UnknownModel("x", ["a", "b"]),
     errors.RequestTooLarge(7),
     errors.ContextExceeded("no", tokens_max=8),
+    errors.Unauthenticated("no API key"),
+    errors.PermissionDenied("see it"),
     errors.Overloaded("full", retry_after_ms=20),
     errors.WorkerUnavailable("w1", "died"),
     errors.DeadlineExceeded("a peer"),

@@ -18,6 +18,7 @@ from headrace.core.errors import (
 )
 from headrace.core.generation import CacheControl, PrefillCall, WorkerId
 from headrace.core.members import WorkerRole
+from headrace.core.tenants import EVERYBODY
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
 from headrace.gateway.service import Accepted, hash_for
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TextPrompt, TokenPrompt
@@ -33,7 +34,7 @@ def ask(prompt=LONG, *, max_tokens=5, **options) -> ClientRequest:
 
 async def collect(gateway, request):
     """All events; text by choice; the Finished events by choice."""
-    events = [event async for event in gateway.service.generate(request)]
+    events = [event async for event in gateway.service.generate(request, EVERYBODY)]
     assert isinstance(events[0], Accepted)
     texts: dict[int, str] = {}
     for event in events:
@@ -45,7 +46,7 @@ async def collect(gateway, request):
 
 async def collect_into(seen, gateway, request):
     """As `collect`, for streams that end badly."""
-    async for event in gateway.service.generate(request):
+    async for event in gateway.service.generate(request, EVERYBODY):
         seen.append(event)
 
 
@@ -193,7 +194,7 @@ async def test_closing_the_stream_ends_the_work_at_once(model_path):
     """Fails when a client that left keeps a worker busy."""
     async with tiny_gateway(*DECODERS, model_path=model_path) as gateway:
         gateway.worker("d0").token_seconds = 0.01
-        async with aclosing(gateway.service.generate(ask(max_tokens=200))) as events:
+        async with aclosing(gateway.service.generate(ask(max_tokens=200), EVERYBODY)) as events:
             async for event in events:
                 if isinstance(event, ChoiceToken):
                     break

@@ -11,8 +11,10 @@ from headrace.core.errors import (
     InvalidRequest,
     ModelRefused,
     Overloaded,
+    PermissionDenied,
     RequestTooLarge,
     StoreFull,
+    Unauthenticated,
     UnknownModel,
     WorkerUnavailable,
 )
@@ -24,6 +26,8 @@ ERRORS = [
     (ContextExceeded("too long", tokens_max=5, param="prompt"), 400, "INVALID_ARGUMENT"),
     (RequestTooLarge(10), 413, "INVALID_ARGUMENT"),
     (UnknownModel("x", ["m"]), 404, "NOT_FOUND"),
+    (Unauthenticated("no API key"), 401, "UNAUTHENTICATED"),
+    (PermissionDenied("see other groups"), 403, "PERMISSION_DENIED"),
     (Overloaded("full", retry_after_ms=1500), 429, "RESOURCE_EXHAUSTED"),
     (WorkerUnavailable("d0", "it died"), 503, "UNAVAILABLE"),
     (WorkerUnavailable("", "nobody"), 503, "UNAVAILABLE"),
@@ -48,7 +52,7 @@ def test_every_kind_of_error_has_its_code_and_status(error, http, code):
 def test_an_error_crosses_the_wire_with_its_class_and_words(error):
     """Fails when the far side raises something that callers do not catch, or wraps the message twice."""
     told = error_of(status_of(error).grpc_code, message_of(error), trailing_metadata(error))
-    caught = (InvalidRequest, Overloaded, WorkerUnavailable, DeadlineExceeded)
+    caught = (InvalidRequest, Unauthenticated, PermissionDenied, Overloaded, WorkerUnavailable, DeadlineExceeded)
     if isinstance(error, caught):
         kind = next(k for k in caught if isinstance(error, k))
         assert isinstance(told, kind)
@@ -70,6 +74,7 @@ def test_retry_after_is_whole_seconds_rounded_up():
     assert http_headers(Overloaded("full", retry_after_ms=1500)) == {"retry-after": "2"}
     assert http_headers(Overloaded("full", retry_after_ms=1)) == {"retry-after": "1"}
     assert http_headers(InvalidRequest("x")) == {}
+    assert http_headers(Unauthenticated("x")) == {"www-authenticate": "Bearer"}
 
 
 def test_metadata_stays_printable_and_bounded():

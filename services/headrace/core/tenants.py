@@ -1,0 +1,118 @@
+"""Tenants: who a caller is, by its API key, and with whom it shares blocks.
+
+API key -> tenant -> trust group. The server decides all three; a caller's `cache_salt` can only narrow its group. Keys
+are kept as salted SHA-256 only: they are long random strings, so a slow hash would add nothing but time to every
+request. Pure: reading the tenants file (`gateway/read_tenants.py`) and the headers of a call, and what of the cache a
+tenant may see (`gateway/admin_scope.py`), is the gateway's.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.core.limits import API_KEY_CHARS_MAX, API_KEY_CHARS_MIN
+
+KEY_PREFIX = "hr-"  # so that scanners for leaked secrets, and people, know one when they see it
+SCHEME = "sha256"
+_SPELLED = re.compile(rf"{SCHEME}:([0-9a-f]{{32}}):([0-9a-f]{{64}})")
+
+
+class TenantRole(StrEnum):
+    """USER generates, and sees and evicts its own trust group's blocks; ADMIN sees and evicts everything."""
+
+    USER = "user"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who calls. `trust_group` "" is the deployment's own group, which only a deployment without tenants uses."""
+
+    name: str
+    trust_group: str
+    role: TenantRole = TenantRole.USER
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether this caller may see what other groups sent."""
+        return self.role is TenantRole.ADMIN
+
+
+# The one tenant of a deployment without a tenants file: nobody is kept from anything.
+EVERYBODY = Tenant(name="default", trust_group="", role=TenantRole.ADMIN)
+
+
+@dataclass(frozen=True, slots=True)
+class HashedKey:
+    """An API key as it is kept: `sha256:<salt>:<digest>`, digest = SHA-256(salt || key), both in hex."""
+
+    salt: bytes  # 16 bytes, drawn for each key: equal keys of two tenants do not show as equal
+    digest: bytes
+
+    @classmethod
+    def of(cls, key: str) -> "HashedKey":
+        """Hash a key under a fresh salt."""
+        salt = secrets.token_bytes(16)
+        return cls(salt, _digest(salt, key))
+
+    @classmethod
+    def parse(cls, spelled: str) -> "HashedKey | None":
+        """Read `spell`'s output; None for anything else, a key in clear above all."""
+        match = _SPELLED.fullmatch(spelled)
+        return match and cls(bytes.fromhex(match[1]), bytes.fromhex(match[2]))
+
+    def spell(self) -> str:
+        """The line for the tenants file."""
+        return f"{SCHEME}:{self.salt.hex()}:{self.digest.hex()}"
+
+    def matches(self, key: str) -> bool:
+        """Whether this is that key, in time that does not depend on how much of the digest is right."""
+        return hmac.compare_digest(self.digest, _digest(self.salt, key))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRing:
+    """Every key of a deployment and the tenant it stands for."""
+
+    keys: tuple[tuple[HashedKey, Tenant], ...]
+
+    def tenant_of(self, key: str) -> Tenant | None:
+        """The tenant whose key this is, or None. Looks at every key: the time does not tell which one matched."""
+        found = None
+        for hashed, tenant in self.keys:
+            if hashed.matches(key):
+                found = tenant
+        return found
+
+    @property
+    def tenants(self) -> tuple[Tenant, ...]:
+        """Every tenant once, in the order of the file."""
+        return tuple(dict.fromkeys(tenant for _, tenant in self.keys))
+
+
+def new_key() -> str:
+    """A fresh API key: 256 random bits."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def is_usable_key(key: str) -> bool:
+    """Whether a text can be an API key: printable ASCII without spaces, as headers need, and too long to be guessed."""
+    return API_KEY_CHARS_MIN <= len(key) <= API_KEY_CHARS_MAX and all("!" <= c <= "~" for c in key)
+
+
+def trust_group_of(tenant_name: str, named_group: str | None) -> str:
+    """The trust group's full name: the tenant's own, or the one the operator named; neither is spelled as the other."""
+    return f"tenant:{tenant_name}" if named_group is None else f"group:{named_group}"
+
+
+def groups_of(tenants: Sequence[Tenant]) -> tuple[str, ...]:
+    """Every trust group once."""
+    return tuple(dict.fromkeys(tenant.trust_group for tenant in tenants))
+
+
+def _digest(salt: bytes, key: str) -> bytes:
+    return hashlib.sha256(salt + key.encode("utf-8", "surrogatepass")).digest()
