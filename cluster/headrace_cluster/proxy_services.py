@@ -1,4 +1,5 @@
-"""Registers the streaming gRPC services in Serve's proxies, so that a client that leaves ends the work it asked for.
+"""Registers our gRPC services in Serve's proxies: a client that leaves ends the work it asked for, and request bytes
+that do not decode are refused as such (`wire/refuse_undecodable.py`).
 
 Runs inside Serve's proxy processes, by way of `grpc_servicer_functions`. Serve 2.60 passes a client's leaving on to the
 replica only when it comes while the proxy waits for the replica's next message. When it comes while the proxy waits for
@@ -8,13 +9,16 @@ until the end. Here the next message is always waited for, also while one is wri
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve.exceptions import RequestCancelledError
 
+from headrace.wire.refuse_undecodable import refuse_undecodable, refusing
+from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
 from headrace.wire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 Handler = Callable[[Any, Any], Any]
@@ -23,21 +27,27 @@ HandlerFactory = Callable[..., Handler]
 
 def add_inference(servicer: Any, server: Any) -> None:
     """headrace.v1.Inference."""
-    _add_cancellable(add_InferenceServicer_to_server, servicer, server)
+    _add_guarded(add_InferenceServicer_to_server, servicer, server)
+
+
+def add_cache_admin(servicer: Any, server: Any) -> None:
+    """headrace.v1.CacheAdmin."""
+    _add_guarded(add_CacheAdminServicer_to_server, servicer, server)
 
 
 def add_health(servicer: Any, server: Any) -> None:
     """grpc.health.v1.Health, whose Watch is a stream without end."""
-    _add_cancellable(add_HealthServicer_to_server, servicer, server)
+    _add_guarded(add_HealthServicer_to_server, servicer, server)
 
 
-def _add_cancellable(add: Callable[[Any, Any], None], servicer: Any, server: Any) -> None:
-    """Register a service while the server's factory of handlers gives cancellable streams."""
+def _add_guarded(add: Callable[[Any, Any], None], servicer: Any, server: Any) -> None:
+    """Register a service while the server's factory of handlers gives ours: streams that can be cancelled, and calls
+    that refuse what could not be decoded."""
     logging.getLogger("asyncio").addFilter(is_worth_a_line)
     factory = server.service_handler_factory
-    server.service_handler_factory = _cancellable(factory)
+    server.service_handler_factory = _guarded(factory)
     try:
-        add(servicer, server)
+        add(servicer, _Registration(server))
     finally:
         server.service_handler_factory = factory
 
@@ -48,10 +58,27 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], RequestCancelledError))
 
 
-def _cancellable(factory: HandlerFactory) -> HandlerFactory:
+class _Registration:
+    """Takes a generated `add_..._to_server`'s handlers and gives them to Serve's server with deserializers that do not
+    raise. Serve keeps the deserializers and replaces what handles the call by its factory's handlers."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Nothing yet: the same handlers come again, by name, with the service's name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        """Register them in both of the ways that generated code does."""
+        ours = {name: refuse_undecodable(handler) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, ours),))
+        self._server.add_registered_method_handlers(service, ours)
+
+
+def _guarded(factory: HandlerFactory) -> HandlerFactory:
     def make(service_method: str, streaming_type: gRPCStreamingType) -> Handler:
         handler = factory(service_method=service_method, streaming_type=streaming_type)
-        return write_stream(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler
+        return refusing(write_stream(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler)
 
     return make
 

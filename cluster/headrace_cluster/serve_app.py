@@ -23,7 +23,7 @@ APP_NAME = "headrace"
 # The gRPC services that Serve's proxies accept and list by reflection.
 GRPC_SERVICER_FUNCTIONS = [
     "headrace_cluster.proxy_services.add_inference",
-    "headrace.wire.v1.admin_pb2_grpc.add_CacheAdminServicer_to_server",
+    "headrace_cluster.proxy_services.add_cache_admin",
     "headrace_cluster.proxy_services.add_health",
 ]
 

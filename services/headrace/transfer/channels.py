@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX, STORE_RPCS_MAX
+from headrace.wire.refuse_undecodable import UndecodableRefused
 
 _KEEPALIVE_MS = 20_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
@@ -25,7 +26,8 @@ _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.enable_retries", 0),  # a retry is a new attempt with its own budget, never hidden in the transport
     ("grpc.initial_reconnect_backoff_ms", 50),  # a restarted node is found again at once
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # gRPC's name for how long one attempt to connect may take: two round trips to a far or a busy host.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -67,5 +69,8 @@ class Channels:
 
 
 def build_server(*, rpcs_max: int = STORE_RPCS_MAX) -> grpc.aio.Server:
-    """A server with the options that match `Channels`; beyond `rpcs_max` calls at once it refuses, never queues."""
-    return grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max)
+    """A server with the options that match `Channels`; beyond `rpcs_max` calls at once it refuses, never queues.
+    Request bytes that do not decode are INVALID_ARGUMENT, not an error of the server."""
+    return grpc.aio.server(
+        interceptors=(UndecodableRefused(),), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max
+    )

@@ -1,5 +1,9 @@
 """Cache faults as gRPC statuses between store nodes and workers, both ways. They never reach a client of the system."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 import grpc.aio
 
@@ -31,3 +35,24 @@ def fault_of(error: grpc.RpcError, *, node_id: str, lease_id: str = "", block_ha
     if code is _GONE:
         return LeaseExpired(lease_id)
     return StoreUnavailable(node_id, f"{code.name}: {error.details()}"[:300])
+
+
+@contextmanager
+def cache_faults(node_id: str, *, lease_id: str = "", block_hash: bytes = b"") -> Iterator[None]:
+    """Around each await of a call to a store node: whatever it ends with is a CacheFault, but for our own cancellation.
+
+    A node that left (or was paused until its record ran out) has its channel closed while calls are under way. grpc.aio
+    ends those with CancelledError and refuses later ones with UsageError; neither is about this request, which goes on
+    without that node.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise fault_of(error, node_id=node_id, lease_id=lease_id, block_hash=block_hash) from error
+    except grpc.aio.UsageError as error:
+        raise StoreUnavailable(node_id, f"its channel was closed: {error}") from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise StoreUnavailable(node_id, "it left while the call was under way") from None

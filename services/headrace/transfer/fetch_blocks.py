@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from headrace.core.block import BlockHeader, Chain, NamespaceId, payload_digest
@@ -20,7 +19,7 @@ from headrace.core.limits import FETCH_CHUNK_BYTES
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import Lease, Reservation, ReserveOutcome
 from headrace.transfer.channels import Channels
-from headrace.transfer.fault_status import fault_of
+from headrace.transfer.fault_status import cache_faults
 from headrace.transfer.store_calls import StoreCalls
 from headrace.wire.v1 import block_store_pb2 as pb
 
@@ -35,13 +34,15 @@ async def fetch_blocks(calls: StoreCalls, lease: Lease, *, deadline: Deadline) -
     """
     if not lease.headers:
         return
-    method = calls.channel.unary_stream(_FETCH)
-    call = method(pb.FetchRequest(lease_id=lease.lease_id).SerializeToString(), timeout=deadline.left_s())
+    node_id = calls.record.node_id
+    with cache_faults(node_id):
+        method = calls.channel.unary_stream(_FETCH)
+        call = method(pb.FetchRequest(lease_id=lease.lease_id).SerializeToString(), timeout=deadline.left_s())
     try:
         for header in lease.headers:
-            yield await _read_block(call, header, node_id=calls.record.node_id)
-    except grpc.RpcError as error:
-        raise fault_of(error, node_id=calls.record.node_id, lease_id=lease.lease_id) from error
+            with cache_faults(node_id, lease_id=lease.lease_id):
+                block = await _read_block(call, header, node_id=node_id)
+            yield block
     finally:
         call.cancel()
 
@@ -108,11 +109,8 @@ class GrpcStore:
             for at in range(0, len(reservation.buffer), FETCH_CHUNK_BYTES):
                 yield bytes(reservation.buffer[at : at + FETCH_CHUNK_BYTES])
 
-        try:
+        with cache_faults(node_id, lease_id=reservation.reservation_id, block_hash=block_hash):
             await self._calls.channel.stream_unary(_FILL)(messages(), timeout=deadline.left_s())
-        except grpc.RpcError as error:
-            lease_id = reservation.reservation_id
-            raise fault_of(error, node_id=node_id, lease_id=lease_id, block_hash=block_hash) from error
 
     async def abort(self, reservation: Reservation) -> None:
         """As `BlockSink.abort`."""

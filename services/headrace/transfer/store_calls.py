@@ -5,10 +5,8 @@ by STORE_CALL_TIMEOUT_MS; every failure is a CacheFault. Knows nothing of payloa
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
-
-import grpc
-import grpc.aio
 
 from headrace.blocks.block_codec import decode_header, encode_header
 from headrace.core.block import BlockHeader, Chain, NamespaceId
@@ -18,7 +16,7 @@ from headrace.core.limits import CHAIN_BLOCKS_MAX, LEASE_BLOCKS_MAX, STORE_CALL_
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import AlreadyStored, Lease, NotStored
 from headrace.transfer.channels import Channels
-from headrace.transfer.fault_status import fault_of
+from headrace.transfer.fault_status import cache_faults
 from headrace.wire.v1 import block_store_pb2 as pb
 from headrace.wire.v1 import block_store_pb2_grpc as pb_grpc
 
@@ -62,10 +60,9 @@ class StoreCalls:
         if not lease_id:
             return
         request = pb.ReleaseRequest(lease_id=lease_id, suspect_blocks=suspects)
-        try:
+        with suppress(CacheFault), cache_faults(self.record.node_id):
+            # When the node is away, its leases end with it, or by their own time.
             await self._stub.Release(request, timeout=STORE_CALL_TIMEOUT_MS / 1_000)
-        except grpc.RpcError:
-            return  # the node is away: its leases end with it, or by their own time
 
     async def reserve(
         self, headers: Sequence[BlockHeader], *, deadline: Deadline
@@ -87,11 +84,9 @@ class StoreCalls:
 
     async def abort(self, reservation_id: str) -> None:
         """Never raises but for cancellation: what cannot be aborted expires."""
-        try:
-            request = pb.AbortRequest(reservation_id=reservation_id)
+        request = pb.AbortRequest(reservation_id=reservation_id)
+        with suppress(CacheFault), cache_faults(self.record.node_id):  # as in release
             await self._stub.Abort(request, timeout=STORE_CALL_TIMEOUT_MS / 1_000)
-        except grpc.RpcError:
-            return  # as in release
 
     def _parse_outcome(self, header: BlockHeader, outcome: Any) -> ClaimOutcome:
         kinds = pb.ReserveOutcome
@@ -105,8 +100,5 @@ class StoreCalls:
         self, method: Any, request: Any, deadline: Deadline, *, lease_id: str = "", block_hash: bytes = b""
     ) -> Any:
         timeout_s = min(deadline.left_s(), STORE_CALL_TIMEOUT_MS / 1_000)
-        try:
+        with cache_faults(self.record.node_id, lease_id=lease_id, block_hash=block_hash):
             return await method(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            node_id = self.record.node_id
-            raise fault_of(error, node_id=node_id, lease_id=lease_id, block_hash=block_hash) from error
