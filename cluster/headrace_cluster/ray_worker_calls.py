@@ -22,6 +22,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, Overloaded, Wo
 from headrace.core.generation import (
     DecodeCall,
     DecodeEvent,
+    DeviceListing,
     EvictReport,
     EvictSelector,
     PrefillCall,
@@ -30,7 +31,7 @@ from headrace.core.generation import (
 )
 from headrace.core.limits import WORKER_ACCEPT_TIMEOUT_MS, WORKER_EVICT_TIMEOUT_MS
 from headrace.core.members import WorkerRecord
-from headrace_cluster.worker_replica import ACCEPTED, EvictCall
+from headrace_cluster.worker_replica import ACCEPTED, EvictCall, ListCall
 
 OVERLOADED_RETRY_MS = 1_000
 
@@ -58,15 +59,31 @@ class RayWorkerCalls:
 
     async def evict_device(self, worker: WorkerRecord, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from one worker's own pool."""
-        handle = self._decode if worker.role.decodes or self._prefill is None else self._prefill
+        handle = self._handle_of(worker)
         call = EvictCall(worker_id=worker.worker_id, selector=selector, dry_run=dry_run)
         async with aclosing(self._stream(handle, "evict_device", call, WORKER_EVICT_TIMEOUT_MS)) as reports:
             async for report in reports:
                 return report
         raise WorkerUnavailable(worker.worker_id, "ended without a report")
 
+    async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """What one worker's own pool holds."""
+        handle = self._handle_of(worker)
+        call = ListCall(worker_id=worker.worker_id, selector=selector, limit=limit)
+        async with aclosing(self._stream(handle, "list_device", call, WORKER_EVICT_TIMEOUT_MS)) as listings:
+            async for listing in listings:
+                return listing
+        raise WorkerUnavailable(worker.worker_id, "ended without a listing")
+
+    def _handle_of(self, worker: WorkerRecord) -> DeploymentHandle:
+        return self._decode if worker.role.decodes or self._prefill is None else self._prefill
+
     async def _stream(
-        self, handle: DeploymentHandle, method: str, call: PrefillCall | DecodeCall | EvictCall, timeout_ms: int
+        self,
+        handle: DeploymentHandle,
+        method: str,
+        call: PrefillCall | DecodeCall | EvictCall | ListCall,
+        timeout_ms: int,
     ) -> AsyncGenerator[Any, None]:
         """The worker's items after its acceptance. Whatever ends this generator ends the call on the worker."""
         deadline = Deadline.after(timeout_ms / 1000, self._clock)

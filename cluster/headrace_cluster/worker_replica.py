@@ -16,6 +16,7 @@ from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import (
     DecodeCall,
     DecodeEvent,
+    DeviceListing,
     EvictReport,
     EvictSelector,
     PrefillCall,
@@ -36,6 +37,15 @@ class EvictCall:
     worker_id: WorkerId
     selector: EvictSelector
     dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ListCall:
+    """Gateway to worker: say what your own pool holds."""
+
+    worker_id: WorkerId
+    selector: EvictSelector
+    limit: int
 
 
 class WorkerReplica:
@@ -69,6 +79,12 @@ class WorkerReplica:
         self._check_addressed(call.worker_id)
         yield ACCEPTED
         yield await self._worker.evict_device(call.selector, dry_run=call.dry_run)
+
+    async def list_device(self, call: ListCall) -> AsyncIterator[str | DeviceListing]:
+        """Say what this worker's pool holds."""
+        self._check_addressed(call.worker_id)
+        yield ACCEPTED
+        yield await self._worker.list_device(call.selector, limit=call.limit)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises: healthy means that it can serve a call now."""

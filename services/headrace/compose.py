@@ -20,6 +20,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.generation import (
     DecodeCall,
     DecodeEvent,
+    DeviceListing,
     EvictReport,
     EvictSelector,
     PrefillCall,
@@ -89,6 +90,11 @@ class Worker:
         """As DecodeService.evict_device."""
         report: EvictReport = await self._life.evict_device(selector, dry_run=dry_run)
         return report
+
+    async def list_device(self, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """As DecodeService.list_device."""
+        listing: DeviceListing = await self._life.list_device(selector, limit=limit)
+        return listing
 
     def healthy(self) -> bool:
         """Whether a call sent now can be served."""

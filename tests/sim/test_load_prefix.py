@@ -141,7 +141,7 @@ class LyingStore(DirectStore):
         {"layout": replace(LAYOUT, dtype="bfloat16")},
         {"payload_bytes": 64},
         {"payload_xxh3": 1},
-        {"format_version": 2},
+        {"format_version": 1},
     ],
     ids=lambda change: next(iter(change)),
 )

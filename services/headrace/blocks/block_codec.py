@@ -1,6 +1,6 @@
 """BlockHeader to msgpack bytes and back, and the comparison that every reader makes before it uses a block.
 
-Owns format version 1 of the header (docs/block-format.md). One msgpack array in fixed order; its last element is the
+Owns format version 2 of the header (docs/block-format.md). One msgpack array in fixed order; its last element is the
 xxh3-64 of everything before it, so that a truncation or a flipped bit is refused before anything is read out of it.
 Decoding is strict: unknown versions, other types, non-canonical spellings and oversize are `BlockCorrupt`, never a
 guess. Knows nothing of slots, files or the network.
@@ -16,7 +16,7 @@ import xxhash
 
 from headrace.core.block import (
     DTYPE_BYTES,
-    FORMAT_VERSION,
+    HEADER_VERSION,
     BlockHash,
     BlockHeader,
     HashAlgorithm,
@@ -32,6 +32,7 @@ MAGIC = "headrace-block"
 _DIGEST_BYTES = 8
 _HASH_BYTES = (16, 32)
 _PRODUCER_CHARS_MAX = 128
+_NARROWED_FROM_MAX = 2  # the model's own namespace, and its trust group's
 _LAYOUT_TYPES = tuple((field.name, field.type) for field in fields(KvLayout))
 
 
@@ -54,6 +55,7 @@ def encode_header(header: BlockHeader) -> bytes:
         struct.pack("<Q", header.payload_xxh3),  # fixed width: reserving with 0 and committing take the same space
         header.producer,
         header.created_unix_ms,
+        [bytes.fromhex(namespace) for namespace in header.narrowed_from],
         bytes(_DIGEST_BYTES),
     ]
     sealed = _seal(msgpack.packb(body, use_bin_type=True)[:-_DIGEST_BYTES])
@@ -93,7 +95,7 @@ def verify_header(
     Layout fields are named one by one (`layout.dtype`), so that the log tells which setting keeps two workers apart.
     """
     pairs: list[tuple[str, Any, Any]] = [
-        ("format_version", header.format_version, FORMAT_VERSION),
+        ("format_version", header.format_version, HEADER_VERSION),
         ("namespace", header.namespace, namespace),
         ("block_hash", header.block_hash, block_hash),
         ("parent_hash", header.parent_hash, parent_hash),
@@ -127,11 +129,12 @@ def _parse(body: Any) -> BlockHeader:
     """Typed fields out of a msgpack value; every rule that a header must keep on its own is checked here."""
     if type(body) is not list or len(body) < 2 or body[0] != MAGIC:
         raise _corrupt("not a block header")
-    if body[1] != FORMAT_VERSION or type(body[1]) is not int:
-        raise _corrupt(f"format version {str(body[1])[:20]} is unknown; this build reads version {FORMAT_VERSION}")
-    if len(body) != 13:
+    if body[1] != HEADER_VERSION or type(body[1]) is not int:
+        raise _corrupt(f"format version {str(body[1])[:20]} is unknown; this build reads version {HEADER_VERSION}")
+    if len(body) != 14:
         raise _corrupt(f"header has {len(body)} fields")
-    _, _, namespace, block_hash, parent_hash, position, tokens, layout_row, size, digest, producer, created, _ = body
+    _, _, namespace, block_hash, parent_hash, position, tokens, layout_row, size, digest, *rest = body
+    producer, created, narrowed_from, _ = rest
     for name, value, kind in (
         ("namespace", namespace, bytes),
         ("block_hash", block_hash, bytes),
@@ -143,6 +146,7 @@ def _parse(body: Any) -> BlockHeader:
         ("payload_xxh3", digest, bytes),
         ("producer", producer, str),
         ("created_unix_ms", created, int),
+        ("narrowed_from", narrowed_from, list),
     ):
         if type(value) is not kind:
             raise _corrupt(f"header field {name} has the wrong type")
@@ -156,6 +160,9 @@ def _parse(body: Any) -> BlockHeader:
     _require(len(digest) == 8, "payload_xxh3")
     _require(len(producer) <= _PRODUCER_CHARS_MAX, "producer")
     _require(created >= 0, "created_unix_ms")
+    _require(len(narrowed_from) <= _NARROWED_FROM_MAX, "narrowed_from")
+    for wider in narrowed_from:
+        _require(type(wider) is bytes and len(wider) == 16 and wider != namespace, "narrowed_from")
     return BlockHeader(
         namespace=NamespaceId(namespace.hex()),
         block_hash=BlockHash(block_hash),
@@ -167,6 +174,7 @@ def _parse(body: Any) -> BlockHeader:
         payload_xxh3=int.from_bytes(digest, "little"),
         producer=producer,
         created_unix_ms=created,
+        narrowed_from=tuple(NamespaceId(wider.hex()) for wider in narrowed_from),
     )
 
 

@@ -160,6 +160,7 @@ def listing_from_message(message: admin_pb2.ListBlocksReply) -> BlockListing:
 def _block_from_message(block: admin_pb2.BlockEntry) -> BlockEntry:
     return BlockEntry(
         namespace=block.namespace,
+        base_namespace=block.base_namespace or block.namespace,
         model=block.model,
         block_hash=block.block_hash,
         parent_hash=block.parent_hash,

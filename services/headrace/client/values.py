@@ -123,6 +123,7 @@ class BlockEntry:
     """One cached block on one holder."""
 
     namespace: str
+    base_namespace: str  # the model's own; differs from `namespace` where a cache_salt narrowed it
     model: str
     block_hash: bytes
     parent_hash: bytes

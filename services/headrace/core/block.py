@@ -30,7 +30,8 @@ BlockHash = NewType("BlockHash", bytes)  # 16 bytes (xxh3-128) or 32 bytes (SHA-
 HolderId = NewType("HolderId", str)  # "node:..." or "worker:..."
 Chain = tuple[BlockHash, ...]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of identity: namespaces and hashes
+HEADER_VERSION = 2  # of the header's fields; 2 added `narrowed_from`
 
 
 class HashAlgorithm(StrEnum):
@@ -157,7 +158,17 @@ class BlockHeader:
     payload_xxh3: int  # xxh3-64 of the payload; 0 until the payload is written
     producer: str
     created_unix_ms: int
-    format_version: int = FORMAT_VERSION
+    narrowed_from: tuple[NamespaceId, ...] = ()  # the model's own namespace, then its trust group's; () for the first
+    format_version: int = HEADER_VERSION
+
+    @property
+    def base_namespace(self) -> NamespaceId:
+        """The namespace that workers announce: what tells an operator whose model's block this is."""
+        return self.narrowed_from[0] if self.narrowed_from else self.namespace
+
+    def is_of(self, namespace: str) -> bool:
+        """Whether the block belongs to a namespace: its own, or one that its own was narrowed from."""
+        return namespace == self.namespace or namespace in self.narrowed_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +179,7 @@ class HashedPrompt:
     token_ids: tuple[int, ...]
     chain: Chain
     block_tokens: int
+    narrowed_from: tuple[NamespaceId, ...] = ()  # as in BlockHeader
 
     def block_token_ids(self, block_index: int) -> tuple[int, ...]:
         """Token ids of one full block."""

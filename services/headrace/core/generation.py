@@ -172,9 +172,10 @@ DecodeEvent = TokenDelta | Finished
 class EvictSelector:
     """Which blocks an eviction means: the intersection of what is given; nothing given means everything."""
 
-    namespace: str | None = None
+    namespace: str | None = None  # with those narrowed from it
     model: str | None = None
     block_hashes: tuple[bytes, ...] = field(default=())  # each with all its descendants
+    prefix_token_ids: tuple[int, ...] = ()  # the prefix's last full block and what follows it; () for no prefix
     idle_for_s: float | None = None  # last used at least this long ago
 
 
@@ -196,6 +197,7 @@ class BlockInfo:
     """One block as listed to people."""
 
     namespace: str
+    base_namespace: str  # the model's own; differs from `namespace` where a cache salt narrowed it
     block_hash: bytes
     parent_hash: bytes
     position: int
@@ -226,3 +228,12 @@ class HolderStat:
     hits_tokens: int
     evicted_blocks: int
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceListing:
+    """What a worker's own pool holds for reuse: at most as many blocks as asked for, how many in all, and its books."""
+
+    blocks: tuple[BlockInfo, ...]
+    total_blocks: int  # before the limit
+    stat: HolderStat

@@ -10,7 +10,15 @@ from typing import Protocol
 
 from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, Tier
 from headrace.core.clock import Deadline
-from headrace.core.generation import DecodeCall, DecodeEvent, EvictReport, EvictSelector, PrefillCall, PrefillResult
+from headrace.core.generation import (
+    DecodeCall,
+    DecodeEvent,
+    DeviceListing,
+    EvictReport,
+    EvictSelector,
+    PrefillCall,
+    PrefillResult,
+)
 from headrace.core.members import PrefixMatch, StoreNodeRecord, WorkerRecord
 
 
@@ -192,4 +200,8 @@ class WorkerCalls(Protocol):
 
     async def evict_device(self, worker: WorkerRecord, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from a worker's own pool."""
+        ...
+
+    async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """What a worker's own pool holds, heads first, and its books as they are now."""
         ...

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 
-from headrace.core.generation import DecodeCall, DecodeEvent, EvictReport, EvictSelector
+from headrace.core.generation import DecodeCall, DecodeEvent, DeviceListing, EvictReport, EvictSelector
 from headrace.core.members import WorkerRecord
 from headrace.decode.decode_tokens import decode_tokens
 from headrace.transfer.worker import Worker
@@ -29,6 +29,10 @@ class DecodeService:
     async def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from this worker's pool."""
         return self._worker.evict_device(selector, dry_run=dry_run)
+
+    async def list_device(self, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """What this worker's pool holds."""
+        return self._worker.list_device(selector, limit=limit)
 
     def record(self) -> WorkerRecord:
         """Who the worker is and how loaded it is now."""

@@ -101,6 +101,8 @@ class AdmissionQueue:
                 return
             self._waiters.popleft()
             self._num_admitted += 1
+            if waiter.use_device:
+                self._pool.count_lookup(asked_blocks=shared_max, hit_blocks=taken.num_shared)
             waiter.admitted.set_result(
                 Admission(
                     prompt=prompt,

@@ -51,8 +51,9 @@ class HashesChanged:
 class Selection:
     """Which hashed blocks an eviction means: `roots` and below (None: all), unused for `idle_for_s` (None: any)."""
 
-    namespace: NamespaceId | None = None
+    namespace: NamespaceId | None = None  # with those narrowed from it
     roots: frozenset[BlockHash] | None = None
+    prefix_token_ids: tuple[int, ...] = ()  # the last full block of this prefix is the root, in every namespace
     idle_for_s: float | None = None
 
 
@@ -64,6 +65,30 @@ class Evicted:
     num_kept: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolBlock:
+    """One hashed block as it is now."""
+
+    namespace: NamespaceId
+    block_hash: BlockHash
+    parent_hash: BlockHash
+    position: int
+    token_ids: tuple[int, ...]
+    references: int
+    hits: int  # times it was taken by hash
+    age_s: float  # since it was hashed
+    idle_s: float  # since it was last given back; 0 while it is held
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """What happened since the pool was made; only ever rising, in blocks."""
+
+    lookups_blocks: int = 0  # asked for by hash, by new prompts that may use the pool
+    hits_blocks: int = 0
+    evicted_blocks: int = 0  # hashed blocks that stopped being findable
+
+
 @dataclass(slots=True)
 class _Hashed:
     """What a hashed block stands for. Compared on use, so that a hash collision is a miss."""
@@ -72,8 +97,12 @@ class _Hashed:
     namespace: NamespaceId
     block_hash: BlockHash
     parent_hash: BlockHash
+    position: int
     token_ids: tuple[int, ...]
+    narrowed_from: tuple[NamespaceId, ...]
+    created_s: float
     last_used_s: float
+    hits: int = 0
 
 
 class BlockPool:
@@ -89,6 +118,7 @@ class BlockPool:
     ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self.counters = PoolCounters()
         self._clock = clock or SystemClock()
         self._on_freed = on_freed
         self._on_hashes = on_hashes
@@ -127,6 +157,7 @@ class BlockPool:
                 return Short(needed=needed, available=available)
             for block_id in shared:
                 self._hold(block_id)
+                self._hashed[block_id].hits += 1
             while len(self._free) < needed:
                 self._evict_one()
             fresh = [self._free.pop() for _ in range(needed)]
@@ -187,7 +218,10 @@ class BlockPool:
                     namespace=prompt.namespace,
                     block_hash=block_hash,
                     parent_hash=parent_hash,
+                    position=index,
                     token_ids=prompt.block_token_ids(index),
+                    narrowed_from=prompt.narrowed_from,
+                    created_s=self._clock.now_s(),
                     last_used_s=self._clock.now_s(),
                 )
                 stored.append(block_hash)
@@ -211,6 +245,34 @@ class BlockPool:
         if leaving and not dry_run:
             self._on_freed()
         return Evicted(num_blocks=len(leaving), num_kept=kept)
+
+    def describe(self, selection: Selection) -> list[PoolBlock]:
+        """The selected hashed blocks, held or kept, parents before children."""
+        now_s = self._clock.now_s()
+        with self._lock:
+            hashed = [self._hashed[self._hash_to_block[block_hash]] for block_hash in self._select(selection)]
+            return [
+                PoolBlock(
+                    namespace=each.namespace,
+                    block_hash=each.block_hash,
+                    parent_hash=each.parent_hash,
+                    position=each.position,
+                    token_ids=each.token_ids,
+                    references=self._references[each.block_id],
+                    hits=each.hits,
+                    age_s=max(0.0, now_s - each.created_s),
+                    idle_s=0.0 if self._references[each.block_id] else max(0.0, now_s - each.last_used_s),
+                )
+                for each in hashed
+            ]
+
+    def count_lookup(self, *, asked_blocks: int, hit_blocks: int) -> None:
+        """Count one prompt's lookup. The caller says which takes are lookups: a preempted sequence that comes back,
+        or a prompt that may not use the pool, is none."""
+        assert 0 <= hit_blocks <= asked_blocks
+        with self._lock:
+            self.counters.lookups_blocks += asked_blocks
+            self.counters.hits_blocks += hit_blocks
 
     def check_integrity(self) -> None:
         """Assert that the books balance and that residency is prefix-closed. O(blocks)."""
@@ -276,6 +338,7 @@ class BlockPool:
     def _forget(self, block_id: int) -> None:
         """Take a block's hash away; free it unless somebody holds it. Its children must be gone."""
         hashed = self._hashed.pop(block_id)
+        self.counters.evicted_blocks += 1
         assert hashed.block_hash not in self._children, "a parent must not go before its children"
         del self._hash_to_block[hashed.block_hash]
         siblings = self._children[hashed.parent_hash]
@@ -290,18 +353,36 @@ class BlockPool:
     def _select(self, selection: Selection) -> list[BlockHash]:
         """Hashes the selection means, parents before children."""
         tops = [hashed.block_hash for hashed in self._hashed.values() if hashed.parent_hash not in self._hash_to_block]
+        if selection.prefix_token_ids:
+            tops = self._last_blocks(tops, selection.prefix_token_ids)
         candidates = self._descendants(tops if selection.roots is None else sorted(selection.roots))
         now_s = self._clock.now_s()
         selected = []
         for block_hash in candidates:
             hashed = self._hashed[self._hash_to_block[block_hash]]
-            if selection.namespace is not None and hashed.namespace != selection.namespace:
+            namespaces = (hashed.namespace, *hashed.narrowed_from)
+            if selection.namespace is not None and selection.namespace not in namespaces:
                 continue
             held = self._references[hashed.block_id] > 0
             if selection.idle_for_s is not None and (held or now_s - hashed.last_used_s < selection.idle_for_s):
                 continue
             selected.append(block_hash)
         return selected
+
+    def _last_blocks(self, tops: Sequence[BlockHash], token_ids: tuple[int, ...]) -> list[BlockHash]:
+        """Where a prefix's last full block is, below each of `tops` (blocks 0) that it starts with."""
+        found: list[BlockHash] = []
+        level = list(tops)
+        while level:
+            block = self._hashed[self._hash_to_block[block_hash := level.pop()]]
+            start, length = block.position * len(block.token_ids), len(block.token_ids)
+            if token_ids[start : start + length] != block.token_ids:
+                continue
+            if start + 2 * length > len(token_ids):
+                found.append(block_hash)
+            else:
+                level.extend(self._children.get(block_hash, ()))
+        return found
 
     def _leaving(self, selected: Sequence[BlockHash]) -> list[BlockHash]:
         """The selected blocks that can go, children before parents."""

@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from headrace.config import EngineSettings
-from headrace.core.block import BlockHash, HashedPrompt, NamespaceId
+from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace.core.generation import EvictReport, EvictSelector, SamplingParams
 from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
-from headrace.engine.block_pool import BlockPool, Selection, Short
+from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
+from headrace.engine.list_device import pool_selection
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run, RunLimits
 from headrace.engine.sample_token import Logits
@@ -183,15 +184,7 @@ class Engine:
         """Evict from the pool what nobody uses now. The holder's name is the caller's to fill in."""
         if selector.model not in (None, self.model.name):
             return EvictReport("", 0, 0, 0, 0, dry_run)
-        roots = frozenset(BlockHash(block_hash) for block_hash in selector.block_hashes)
-        evicted = self.pool.evict(
-            Selection(
-                namespace=None if selector.namespace is None else NamespaceId(selector.namespace),
-                roots=roots or None,
-                idle_for_s=selector.idle_for_s,
-            ),
-            dry_run=dry_run,
-        )
+        evicted = self.pool.evict(pool_selection(selector, self.model.namespace.id), dry_run=dry_run)
         return EvictReport(
             holder="",
             blocks=evicted.num_blocks,

@@ -27,6 +27,7 @@ class FilledBlock:
     parent_hash: BlockHash
     token_ids: tuple[int, ...]
     namespace: NamespaceId  # of the request: a caller's salt narrows the worker's own
+    narrowed_from: tuple[NamespaceId, ...] = ()  # as in BlockHeader
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ threads or of how rows are computed. A run belongs to the step thread from the m
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
@@ -122,6 +122,7 @@ class Run:
                 parent_hash=self._hashed.parent_of(position),
                 token_ids=self._hashed.block_token_ids(position),
                 namespace=self._hashed.namespace,
+                narrowed_from=self._hashed.narrowed_from,
             )
             self._num_reported = position + 1
 
@@ -171,4 +172,4 @@ class Run:
             parent_hash = chain[-1] if chain else root_hash(hashed.namespace)
             token_ids = self._token_ids[len(chain) * block_tokens : (len(chain) + 1) * block_tokens]
             chain.append(hash_block(hashed.namespace, parent_hash, token_ids, self._hash_algorithm))
-        self._hashed = HashedPrompt(hashed.namespace, tuple(self._token_ids), tuple(chain), block_tokens)
+        self._hashed = replace(hashed, token_ids=tuple(self._token_ids), chain=tuple(chain))

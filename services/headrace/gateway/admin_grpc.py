@@ -14,13 +14,16 @@ import grpc
 from headrace.core.block import Tier
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, IndexUnavailable
-from headrace.core.generation import EvictReport, EvictSelector, HolderStat
+from headrace.core.generation import DeviceListing, EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.gateway.admin_scope import AdminScope, admin_scope
+from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.refuse_call import RefuseCall
 from headrace.gateway.resolve_selector import resolve_selector
 from headrace.gateway.service import GatewayService
 from headrace.wire.render import (
+    render_block,
     render_evict_report,
     render_holder_stat,
     render_selector,
@@ -46,29 +49,31 @@ class CacheAdminRpc:
         self._refuse = refuse
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, grpc_context: Any) -> admin_pb2.ListBlocksReply:
-        """Blocks in the host tier of all nodes, up to the limit."""
-        return await self._answer(grpc_context, self._list_blocks(request))
+        """Blocks in every tier of all nodes and workers, up to the limit."""
+        return await self._answer(grpc_context, lambda scope: self._list_blocks(request, scope))
 
     async def Stat(self, request: admin_pb2.StatRequest, grpc_context: Any) -> admin_pb2.StatReply:
-        """Books of every holder: nodes as they are now, workers' pools as last announced."""
-        return await self._answer(grpc_context, self._stat())
+        """Books of every holder as they are now; of a caller that may not see all, its own share."""
+        return await self._answer(grpc_context, self._stat)
 
     async def Evict(self, request: admin_pb2.EvictRequest, grpc_context: Any) -> admin_pb2.EvictReply:
         """Evict (dry: count) on every holder."""
-        return await self._answer(grpc_context, self._evict(request))
+        return await self._answer(grpc_context, lambda scope: self._evict(request, scope))
 
     async def Status(self, request: admin_pb2.StatusRequest, grpc_context: Any) -> admin_pb2.StatusReply:
         """Who is there. When the membership service is away: who was there last, and that it is away."""
-        return await self._answer(grpc_context, self._status())
+        return await self._answer(grpc_context, self._status)
 
-    async def _answer(self, grpc_context: Any, work: Awaitable[Reply]) -> Reply:
+    async def _answer(self, grpc_context: Any, work: Callable[[AdminScope], Awaitable[Reply]]) -> Reply:
+        """Find out who asks, then do the work within what that caller may see."""
         try:
-            return await work
+            tenant = self._service.authenticate(authorization_of(grpc_context))
+            return await work(admin_scope(tenant, self._service.key_ring))
         except Exception as error:
             await self._refuse(grpc_context, error)
 
-    async def _list_blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksReply:
-        selectors = await self._resolve(request.selector)
+    async def _list_blocks(self, request: admin_pb2.ListBlocksRequest, scope: AdminScope) -> admin_pb2.ListBlocksReply:
+        selectors = await self._resolve(request.selector, scope)
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
         nodes = await self._service.membership.store_nodes()
 
@@ -84,8 +89,11 @@ class CacheAdminRpc:
                 merged.errors.add(holder=node.holder_id, error=message_of(error_of_call(failed)))
             return merged
 
+        work = [ask(node) for node in nodes]
+        for worker in self._service.table.records():
+            work.append(self._list_on_worker(worker, self._for_worker(worker, selectors), limit))
         whole = admin_pb2.ListBlocksReply()
-        for reply in await _all([ask(node) for node in nodes]):
+        for reply in await _all(work):
             whole.blocks.extend(reply.blocks[: limit - len(whole.blocks)])
             whole.errors.extend(reply.errors)
             whole.total_blocks += reply.total_blocks
@@ -93,24 +101,23 @@ class CacheAdminRpc:
         return whole
 
     async def _name_models(self, reply: admin_pb2.ListBlocksReply, *, with_text: bool) -> None:
-        """Fill in each block's model and, if asked for, its text.
-
-        A salted namespace is not any worker's own; where one model is served, it can only be that one's.
-        """
-        workers = self._service.table.records()
-        by_namespace = {w.namespace.id: w for w in workers if w.model_path}
-        only = next(iter(by_namespace.values()), None) if len({w.model for w in by_namespace.values()}) == 1 else None
+        """Fill in each block's model and, if asked for, its text. Blocks of a model that no live worker serves keep
+        neither: only workers tell which model a namespace is of."""
+        by_namespace = {w.namespace.id: w for w in self._service.table.records()}
         deadline = Deadline.after(TIMEOUT_S, self._service.clock)
         for block in reply.blocks:
-            worker = by_namespace.get(block.namespace, only)
+            worker = by_namespace.get(block.base_namespace)
             if worker is None:
                 continue
             block.model = worker.model
-            if with_text:
+            if with_text and worker.model_path:
                 tokenizer = await self._service.tokenizers.get(worker.model_path, deadline=deadline)
                 block.text = tokenizer.decode(tuple(block.token_ids))
 
-    async def _stat(self) -> admin_pb2.StatReply:
+    async def _stat(self, scope: AdminScope) -> admin_pb2.StatReply:
+        if not scope.sees_all:
+            return await self._stat_of_own(scope)
+
         async def ask(node: StoreNodeRecord) -> list[admin_pb2.HolderStat]:
             try:
                 return list((await self._stub(node).Stat(admin_pb2.StatRequest(), timeout=TIMEOUT_S)).holders)
@@ -118,23 +125,60 @@ class CacheAdminRpc:
                 error = message_of(error_of_call(failed))
                 return [admin_pb2.HolderStat(holder=node.holder_id, tier=Tier.HOST.value, error=error)]
 
-        replies = await _all([ask(node) for node in await self._service.membership.store_nodes()])
-        holders = [holder for reply in replies for holder in reply]
-        holders += [render_holder_stat(_device_stat(worker)) for worker in self._service.table.records()]
-        return admin_pb2.StatReply(holders=holders)
+        async def ask_worker(worker: WorkerRecord) -> list[admin_pb2.HolderStat]:
+            try:
+                return [render_holder_stat((await self._device(worker, EvictSelector(), limit=0)).stat)]
+            except HeadraceError as error:
+                tier = Tier.DEVICE.value
+                return [admin_pb2.HolderStat(holder=worker.holder_id, tier=tier, error=message_of(error))]
 
-    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictReply:
-        selectors = await self._resolve(request.selector)
+        await self._service.refresh()
+        work = [ask(node) for node in await self._service.membership.store_nodes()]
+        work += [ask_worker(worker) for worker in self._service.table.records()]
+        return admin_pb2.StatReply(holders=[holder for reply in await _all(work) for holder in reply])
+
+    async def _list_on_worker(
+        self, worker: WorkerRecord, selectors: Sequence[EvictSelector], limit: int
+    ) -> admin_pb2.ListBlocksReply:
+        reply = admin_pb2.ListBlocksReply()
+        try:
+            for selector in selectors:
+                listing = await self._device(worker, selector, limit=limit - len(reply.blocks))
+                reply.blocks.extend(render_block(block) for block in listing.blocks)
+                reply.total_blocks += listing.total_blocks
+        except HeadraceError as error:
+            reply.errors.add(holder=worker.holder_id, error=message_of(error))
+        return reply
+
+    async def _device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        async with Deadline.after(TIMEOUT_S, self._service.clock).scope(f"listing what {worker.worker_id} holds"):
+            return await self._service.calls.list_device(worker, selector, limit=limit)
+
+    def _for_worker(self, worker: WorkerRecord, selectors: Sequence[EvictSelector]) -> list[EvictSelector]:
+        """The selectors that can mean blocks of this worker's pool: all but those of another worker's namespace. A
+        narrowed namespace is no worker's own, so everybody is asked for its blocks."""
+        others = {w.namespace.id for w in self._service.table.records()} - {worker.namespace.id}
+        return [selector for selector in selectors if selector.namespace not in others]
+
+    async def _stat_of_own(self, scope: AdminScope) -> admin_pb2.StatReply:
+        """Each holder as if it held the caller's blocks and nothing else: what others hold must not show, not even as
+        room that is left. Counted as a dry eviction of everything in scope."""
+        reports = await self._evict_everywhere(await self._resolve(admin_pb2.Selector(), scope), dry_run=True)
+        return admin_pb2.StatReply(holders=[render_holder_stat(_stat_of_report(report)) for report in reports])
+
+    async def _evict(self, request: admin_pb2.EvictRequest, scope: AdminScope) -> admin_pb2.EvictReply:
+        selectors = await self._resolve(request.selector, scope)
+        reports = await self._evict_everywhere(selectors, dry_run=request.dry_run)
+        return admin_pb2.EvictReply(reports=[render_evict_report(report) for report in reports])
+
+    async def _evict_everywhere(self, selectors: Sequence[EvictSelector], *, dry_run: bool) -> list[EvictReport]:
         nodes = await self._service.membership.store_nodes()
-        workers = await self._service.membership.workers()
-        bases = {worker.namespace.id for worker in workers}
-        work = [self._evict_on_node(node, selectors, request.dry_run) for node in nodes]
-        for worker in workers:
-            # A pool also holds blocks of salted namespaces, which are no worker's own: those are asked of everybody.
-            own = [s for s in selectors if s.namespace not in bases or s.namespace == worker.namespace.id]
+        work = [self._evict_on_node(node, selectors, dry_run) for node in nodes]
+        for worker in self._service.table.records():
+            own = self._for_worker(worker, selectors)
             if own:
-                work.append(self._evict_on_worker(worker, own, request.dry_run))
-        return admin_pb2.EvictReply(reports=[render_evict_report(report) for report in await _all(work)])
+                work.append(self._evict_on_worker(worker, own, dry_run))
+        return await _all(work)
 
     async def _evict_on_node(
         self, node: StoreNodeRecord, selectors: Sequence[EvictSelector], dry_run: bool
@@ -161,7 +205,8 @@ class CacheAdminRpc:
             return dataclasses.replace(report, error=message_of(error))
         return report
 
-    async def _status(self) -> admin_pb2.StatusReply:
+    async def _status(self, scope: AdminScope) -> admin_pb2.StatusReply:
+        scope.require_all("see every worker's load")
         await self._service.refresh()
         try:
             nodes = await self._service.membership.store_nodes()
@@ -173,13 +218,14 @@ class CacheAdminRpc:
             index_available=self._service.index_available,
         )
 
-    async def _resolve(self, selector: admin_pb2.Selector) -> tuple[EvictSelector, ...]:
+    async def _resolve(self, selector: admin_pb2.Selector, scope: AdminScope) -> tuple[EvictSelector, ...]:
         await self._service.refresh()
         return await resolve_selector(
             selector,
             workers=self._service.table.records(),
             tokenizers=self._service.tokenizers,
             deadline=Deadline.after(TIMEOUT_S, self._service.clock),
+            scope=scope,
         )
 
     def _stub(self, node: StoreNodeRecord) -> Any:
@@ -214,20 +260,21 @@ def _add(report: EvictReport, part: Any) -> EvictReport:
     )
 
 
-def _device_stat(worker: WorkerRecord) -> HolderStat:
-    """A worker's pool as its record says: committed is what sequences use and what is kept for reuse."""
-    empty_blocks = worker.free_blocks - worker.kept_blocks
+def _stat_of_report(report: EvictReport) -> HolderStat:
+    """The books of a holder that had nothing but the blocks of this dry eviction."""
+    blocks = report.blocks + report.skipped_leased_blocks
     return HolderStat(
-        holder=worker.holder_id,
-        tier=Tier.DEVICE.value,
-        incarnation=worker.incarnation,
-        total_blocks=worker.pool_blocks,
-        free_blocks=empty_blocks,
-        committed_blocks=worker.pool_blocks - empty_blocks,
+        holder=report.holder,
+        tier=(Tier.DEVICE if report.holder.startswith("worker:") else Tier.HOST).value,
+        incarnation=0,
+        total_blocks=blocks,
+        free_blocks=0,
+        committed_blocks=blocks,
         reserved_blocks=0,
-        leased_blocks=worker.pool_blocks - worker.free_blocks,
-        block_bytes=worker.namespace.layout.block_bytes,
+        leased_blocks=report.skipped_leased_blocks,
+        block_bytes=report.bytes // report.blocks if report.blocks else 0,
         lookups_tokens=0,
         hits_tokens=0,
         evicted_blocks=0,
+        error=report.error,
     )

@@ -235,10 +235,12 @@ def hash_for(
     namespace: Namespace, token_ids: tuple[int, ...], *, cache_salt: str = "", trust_group: str = ""
 ) -> HashedPrompt:
     """Hash a prompt under a model's namespace, narrowed to the caller's trust group and by the caller's salt."""
-    namespace = namespace.narrowed(cache_salt, trust_group=trust_group)
-    return hash_prompt(
-        namespace.id, token_ids, block_tokens=namespace.layout.block_tokens, algorithm=namespace.hash_algorithm
+    narrowed = namespace.narrowed(cache_salt, trust_group=trust_group)
+    hashed = hash_prompt(
+        narrowed.id, token_ids, block_tokens=namespace.layout.block_tokens, algorithm=namespace.hash_algorithm
     )
+    wider = dict.fromkeys((namespace.id, namespace.narrowed("", trust_group=trust_group).id))
+    return replace(hashed, narrowed_from=tuple(each for each in wider if each != narrowed.id))
 
 
 def settle_sampling(options: SamplingOptions, *, prompt_tokens: int, tokens_max: int) -> SamplingParams:

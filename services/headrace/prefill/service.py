@@ -1,6 +1,6 @@
 """A prefill worker as a service: the calls that reach it, and its life. What it does is in `prefill_prompt.py`."""
 
-from headrace.core.generation import EvictReport, EvictSelector, PrefillCall, PrefillResult
+from headrace.core.generation import DeviceListing, EvictReport, EvictSelector, PrefillCall, PrefillResult
 from headrace.core.members import WorkerRecord
 from headrace.prefill.prefill_prompt import prefill_prompt
 from headrace.transfer.worker import Worker
@@ -27,6 +27,10 @@ class PrefillService:
     async def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from this worker's pool."""
         return self._worker.evict_device(selector, dry_run=dry_run)
+
+    async def list_device(self, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """What this worker's pool holds."""
+        return self._worker.list_device(selector, limit=limit)
 
     def record(self) -> WorkerRecord:
         """Who the worker is and how loaded it is now."""

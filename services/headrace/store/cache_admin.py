@@ -56,7 +56,7 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
             found, matching = self._node.list_blocks(selector, limit=limit - len(blocks))
             blocks += found
             total += matching
-        entries = [render.render_block(b, model=namespace_to_model.get(b.namespace, "")) for b in blocks]
+        entries = [render.render_block(b, model=namespace_to_model.get(b.base_namespace, "")) for b in blocks]
         return pb.ListBlocksReply(blocks=entries, total_blocks=total)
 
     async def _evict(self, request: Any) -> Any:

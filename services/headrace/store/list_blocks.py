@@ -21,6 +21,7 @@ def list_blocks(
     infos = [
         BlockInfo(
             namespace=block.header.namespace,
+            base_namespace=block.header.base_namespace,
             block_hash=block.header.block_hash,
             parent_hash=block.header.parent_hash,
             position=block.header.position,

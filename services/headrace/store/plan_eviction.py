@@ -48,9 +48,33 @@ def select_blocks(blocks: HeldBlocks, selector: EvictSelector, *, now_s: float) 
         named = set(selector.block_hashes)
         roots = [block for block in blocks if block.header.block_hash in named]
         pool = {id(b): b for root in roots for b in blocks.with_descendants(root)}.values()
+    elif selector.prefix_token_ids:
+        roots = _last_blocks(blocks, selector.prefix_token_ids)
+        pool = {id(b): b for root in roots for b in blocks.with_descendants(root)}.values()
     return [
         block
         for block in pool
-        if (selector.namespace is None or block.header.namespace == selector.namespace)
+        if (selector.namespace is None or block.header.is_of(selector.namespace))
         and (selector.idle_for_s is None or now_s - block.used_s >= selector.idle_for_s)
     ]
+
+
+def _last_blocks(blocks: HeldBlocks, token_ids: tuple[int, ...]) -> list[HeldBlock]:
+    """The block of a prefix's last full block of tokens in every namespace that has it; each may cut blocks otherwise.
+
+    Compared by tokens and not by hash: nobody can spell the hashes of a namespace whose salt they do not know.
+    """
+    found: list[HeldBlock] = []
+    level = [block for block in blocks if block.header.position == 0]
+    while level:
+        level = [block for block in level if _is_at(token_ids, block)]
+        found += [
+            block for block in level if (block.header.position + 2) * len(block.header.token_ids) > len(token_ids)
+        ]
+        level = [child for block in level for child in block.children.values()]
+    return found
+
+
+def _is_at(token_ids: tuple[int, ...], block: HeldBlock) -> bool:
+    start = block.header.position * len(block.header.token_ids)
+    return token_ids[start : start + len(block.header.token_ids)] == block.header.token_ids

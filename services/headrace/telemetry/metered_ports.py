@@ -15,6 +15,7 @@ from headrace.core.errors import IndexUnavailable
 from headrace.core.generation import (
     DecodeCall,
     DecodeEvent,
+    DeviceListing,
     EvictReport,
     EvictSelector,
     Finished,
@@ -197,6 +198,10 @@ class MeteredWorkerCalls:
         finally:
             self._metrics.requests.labels(outcome).inc()
             await _close(events)
+
+    async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """As WorkerCalls.list_device."""
+        return await self._calls.list_device(worker, selector, limit=limit)
 
     async def evict_device(self, worker: WorkerRecord, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """As WorkerCalls.evict_device."""

@@ -90,6 +90,7 @@ def _header(block: FilledBlock, producer: Producer) -> BlockHeader:
         payload_xxh3=0,
         producer=producer.worker_id,
         created_unix_ms=producer.clock.unix_ms(),
+        narrowed_from=block.narrowed_from,
     )
 
 

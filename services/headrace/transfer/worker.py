@@ -15,13 +15,22 @@ from dataclasses import dataclass, replace
 from headrace.core.block import CacheSource, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, IndexUnavailable, WorkerUnavailable
-from headrace.core.generation import DecodeCall, EvictReport, EvictSelector, GenerateRequest, PrefillCall, WorkerId
+from headrace.core.generation import (
+    DecodeCall,
+    DeviceListing,
+    EvictReport,
+    EvictSelector,
+    GenerateRequest,
+    PrefillCall,
+    WorkerId,
+)
 from headrace.core.limits import ATTEMPTS_REMEMBERED, DRAIN_TIMEOUT_MS, MEMBER_REFRESH_MS, MEMBER_TTL_MS
 from headrace.core.members import WorkerRecord, WorkerRole
 from headrace.core.ports import Membership, StoreNodes
 from headrace.engine.block_pool import Short
 from headrace.engine.engine import Admission, Engine
 from headrace.engine.event_stream import FilledBlock
+from headrace.engine.list_device import list_device
 from headrace.transfer.load_prefix import LoadPlan, load_prefix
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
@@ -148,6 +157,10 @@ class Worker:
         report = self.engine.evict_device(selector, dry_run=dry_run)
         return replace(report, holder=self._identity.holder_id)
 
+    def list_device(self, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """What this worker's pool holds, heads first, and its books as they are now."""
+        return list_device(self.engine.pool, self._identity, selector, limit=limit)
+
     @property
     def attempts_running(self) -> int:
         """Calls in flight."""
@@ -248,6 +261,7 @@ class Worker:
                 parent_hash=prompt.parent_of(position),
                 token_ids=prompt.block_token_ids(position),
                 namespace=prompt.namespace,
+                narrowed_from=prompt.narrowed_from,
             )
             for position, block_id in enumerate(taken.block_ids[: taken.num_shared])
         ]

@@ -101,12 +101,14 @@ def _parse_sources(values: Sequence[int]) -> tuple[CacheSource, ...]:
 
 
 def parse_selector(selector: admin_pb2.Selector) -> EvictSelector:
-    """Read a selector that names blocks by hash, namespace, model or age; raises InvalidRequest.
+    """Read a selector that names blocks by hash, prefix, namespace, model or age; raises InvalidRequest.
 
-    `prefix_text` and `prefix_token_ids` are the gateway's to resolve and are refused here.
+    `prefix_text` is the gateway's to tokenise and is refused here.
     """
-    if selector.prefix_text or selector.prefix_token_ids:
-        raise InvalidRequest("a prefix is resolved by the gateway only; ask it, or give block_hashes", param="selector")
+    if selector.prefix_text:
+        raise InvalidRequest("text is tokenised by the gateway only; ask it, or give token ids", param="prefix_text")
+    if selector.prefix_token_ids and selector.block_hashes:
+        raise InvalidRequest("give a prefix or block hashes, not both", param="selector")
     idle_for_s = selector.idle_for_s if selector.HasField("idle_for_s") else None
     if idle_for_s is not None and not (math.isfinite(idle_for_s) and idle_for_s >= 0):
         raise InvalidRequest("idle_for_s must be a number of seconds, at least 0", param="idle_for_s")
@@ -117,6 +119,7 @@ def parse_selector(selector: admin_pb2.Selector) -> EvictSelector:
         namespace=selector.namespace or None,
         model=selector.model or None,
         block_hashes=tuple(selector.block_hashes),
+        prefix_token_ids=tuple(selector.prefix_token_ids),
         idle_for_s=idle_for_s,
     )
 

@@ -68,6 +68,7 @@ def render_selector(selector: EvictSelector) -> admin_pb2.Selector:
         model=selector.model or "",
         namespace=selector.namespace or "",
         block_hashes=selector.block_hashes,
+        prefix_token_ids=selector.prefix_token_ids,
         idle_for_s=selector.idle_for_s,
     )
 
@@ -76,6 +77,7 @@ def render_block(block: BlockInfo, *, model: str = "", text: str = "") -> admin_
     """One block as people see it."""
     return admin_pb2.BlockEntry(
         namespace=block.namespace,
+        base_namespace=block.base_namespace,
         model=model,
         block_hash=block.block_hash,
         parent_hash=block.parent_hash,

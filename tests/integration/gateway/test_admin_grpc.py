@@ -7,9 +7,10 @@ from typing import Any
 import grpc
 import pytest
 from store_kit import StoreKit, make_kit
-from tiny_gateway import BLOCK_TOKENS, NODE, TinyGateway, make_namespace, make_worker_record, tiny_gateway
+from tiny_gateway import BLOCK_TOKENS, NODE, TinyGateway, TinyWorker, make_namespace, make_worker_record, tiny_gateway
 
 from headrace.core.errors import WorkerUnavailable
+from headrace.engine.block_pool import Selection
 from headrace.gateway.serve_grpc import serve_grpc
 from headrace.gateway.service import hash_for
 from headrace.store.cache_admin import CacheAdminOfNode
@@ -62,10 +63,19 @@ async def admin_over(model_path, *node_ids, dead_nodes=()):
         yield Admin(admin_pb2_grpc.CacheAdminStub(channels.to(f"127.0.0.1:{port}")), gateway, kits)
 
 
-def store_text(kit: StoreKit, text: str) -> int:
+def store_text(kit: StoreKit, text: str, *, salt: str = "") -> int:
     """Have a node hold the blocks of a text (one token a byte, as the test's tokenizer has it); returns how many."""
-    prompt = hash_for(make_namespace(), token_ids_of(text))
+    prompt = hash_for(make_namespace(), token_ids_of(text), cache_salt=salt)
     return len(kit.store(prompt, range(len(prompt.chain))))
+
+
+def keep_on_device(worker: TinyWorker, text: str, *, salt: str = "") -> int:
+    """Have a worker's pool keep the blocks of a text for reuse; returns how many."""
+    prompt = hash_for(make_namespace(), token_ids_of(text), cache_salt=salt)
+    taken = worker.pool.take(len(prompt.chain))
+    worker.pool.hash_blocks(prompt, taken.block_ids)
+    worker.pool.unref_all(taken.block_ids)
+    return len(prompt.chain)
 
 
 def token_ids_of(text: str) -> tuple[int, ...]:
@@ -98,6 +108,54 @@ async def test_an_eviction_reaches_every_workers_own_pool(model_path):
         assert asked == {("d0", make_namespace().id, True), ("d1", make_namespace().id, True)}
 
 
+async def test_blocks_under_a_salt_are_listed_and_evicted_with_their_model(model_path):
+    """Fails when a model's blocks in narrowed namespaces are out of reach, or a prefix stops at one of them."""
+    async with admin_over(model_path, "n1") as admin:
+        kit = admin.kits["n1"]
+        for salt in ("", "one", "two"):
+            store_text(kit, "sharedheadtail", salt=salt)
+        listing = await admin.list_blocks(model="tiny", with_text=True)
+        assert len({block.namespace for block in listing.blocks}) == 3
+        assert {(block.model, block.base_namespace) for block in listing.blocks} == {("tiny", make_namespace().id)}
+        assert {block.text for block in listing.blocks} == {"shar", "edhe", "adta"}
+        assert (await admin.evict(prefix_text="sharedheadta", model="tiny"))["node:n1"].blocks == 3
+        salted = make_namespace().narrowed("one").id
+        assert (await admin.evict(namespace=salted))["node:n1"].blocks == 2
+        assert (await admin.evict(model="tiny"))["node:n1"].blocks == 4
+        assert kit.node.stat().committed_blocks == 0
+
+
+async def test_a_workers_own_pool_is_listed_beside_the_nodes(model_path):
+    """Fails when the device tier is not shown, or a selector means other blocks there than on nodes."""
+    async with admin_over(model_path, "n1") as admin:
+        store_text(admin.kits["n1"], "sharedheadtail")
+        keep_on_device(admin.gateway.worker("d0"), "sharedheadtail")
+        keep_on_device(admin.gateway.worker("d1"), "sharedheadtail", salt="mine")
+        listing = await admin.list_blocks(with_text=True)
+        assert [(b.holder, b.tier, b.text) for b in listing.blocks] == [
+            (holder, tier, text)
+            for holder, tier in (("node:n1", "host"), ("worker:d0", "device"), ("worker:d1", "device"))
+            for text in ("shar", "edhe", "adta")
+        ]
+        under = await admin.list_blocks(prefix_text="sharedhead", limit=3)
+        assert ([b.holder for b in under.blocks], under.total_blocks) == (["node:n1", "node:n1", "worker:d0"], 6)
+        admin.gateway.worker("d1").fails = WorkerUnavailable("d1", "died")
+        assert [error.holder for error in (await admin.list_blocks()).errors] == ["worker:d1"]
+
+
+async def test_a_workers_books_are_what_its_pool_counted(model_path):
+    """Fails when a worker's lookups, hits or evictions are reported as zero or in blocks."""
+    async with admin_over(model_path) as admin:
+        pool = admin.gateway.worker("d0").pool
+        keep_on_device(admin.gateway.worker("d0"), "sharedheadtail")
+        pool.count_lookup(asked_blocks=5, hit_blocks=3)
+        pool.evict(Selection(), dry_run=False)
+        stats = {s.holder: s for s in (await admin.stub.Stat(admin_pb2.StatRequest())).holders}
+        stat = stats["worker:d0"]
+        assert (stat.lookups_tokens, stat.hits_tokens) == (5 * BLOCK_TOKENS, 3 * BLOCK_TOKENS)
+        assert (stat.evicted_blocks, stat.total_blocks, stat.free_blocks, stat.committed_blocks) == (3, 1_000, 1_000, 0)
+
+
 async def test_holders_that_do_not_answer_are_reported_and_the_others_still_do_their_part(model_path):
     """Fails when a silent holder makes the call fail, hang or claim success."""
     async with admin_over(model_path, "n1", dead_nodes=["n9"]) as admin:
@@ -109,11 +167,11 @@ async def test_holders_that_do_not_answer_are_reported_and_the_others_still_do_t
         assert "died" in reports["worker:d1"].error
         assert not reports["worker:d0"].error
         listing = await admin.list_blocks()
-        assert [error.holder for error in listing.errors] == ["node:n9"]
+        assert [error.holder for error in listing.errors] == ["node:n9", "worker:d1"]
         stats = {s.holder: s for s in (await admin.stub.Stat(admin_pb2.StatRequest())).holders}
         assert stats["node:n9"].error
         assert stats["node:n1"].total_blocks == 16
-        assert (stats["worker:d0"].tier, stats["worker:d0"].free_blocks) == ("device", 900)
+        assert (stats["worker:d0"].tier, stats["worker:d0"].free_blocks) == ("device", 1_000)
 
 
 async def test_blocks_are_listed_with_model_and_text_up_to_the_limit(model_path):

@@ -10,6 +10,7 @@ from headrace.client import BlockEntry
 def make_block(name: int, parent: int, *, position: int, holder: str = "node:a") -> BlockEntry:
     return BlockEntry(
         namespace="n",
+        base_namespace="n",
         model="m",
         block_hash=name.to_bytes(16, "big"),
         parent_hash=parent.to_bytes(16, "big"),

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -28,7 +29,11 @@ def take(pool: BlockPool, num_blocks: int, prompt: HashedPrompt | None = None) -
 
 def fill(pool: BlockPool, token_ids: Sequence[int]) -> HashedPrompt:
     """Leave a chain of blocks in the pool, unheld."""
-    prompt = make_prompt(token_ids)
+    return leave(pool, make_prompt(token_ids))
+
+
+def leave(pool: BlockPool, prompt: HashedPrompt) -> HashedPrompt:
+    """Leave a prompt's blocks in the pool, unheld."""
     taken = take(pool, len(prompt.chain), prompt)
     pool.hash_blocks(prompt, taken.block_ids)
     pool.unref_all(taken.block_ids)
@@ -215,6 +220,39 @@ def test_eviction_by_namespace_leaves_others_alone() -> None:
     assert pool.evict(Selection(namespace=OTHER_NAMESPACE), dry_run=False) == Evicted(0, 0)
     assert pool.evict(Selection(namespace=NAMESPACE), dry_run=False) == Evicted(2, 0)
     assert pool.resident_blocks(prompt) == 0
+
+
+def test_a_prefix_means_its_last_full_block_and_what_follows_in_every_namespace() -> None:
+    pool = BlockPool(8)
+    for namespace in (NAMESPACE, OTHER_NAMESPACE):
+        prompt = make_prompt([1, 2, 3], namespace=namespace)
+        leave(pool, prompt)
+    leave(pool, make_prompt([1, 9]))
+    described = pool.describe(Selection(prefix_token_ids=(1, 2)))
+    assert [(block.token_ids, block.position) for block in described] == [((2,), 1), ((3,), 2)] * 2
+    assert {block.namespace for block in described} == {NAMESPACE, OTHER_NAMESPACE}
+    assert pool.evict(Selection(prefix_token_ids=(1, 2, 3, 4)), dry_run=True).num_blocks == 0
+    assert pool.evict(Selection(prefix_token_ids=(1, 2), namespace=NAMESPACE), dry_run=False).num_blocks == 2
+    pool.check_integrity()
+
+
+def test_a_namespace_means_those_narrowed_from_it_too() -> None:
+    pool = BlockPool(8)
+    leave(pool, replace(make_prompt([1, 2], namespace=OTHER_NAMESPACE), narrowed_from=(NAMESPACE,)))
+    leave(pool, make_prompt([3]))
+    assert pool.evict(Selection(namespace=OTHER_NAMESPACE), dry_run=True).num_blocks == 2
+    assert pool.evict(Selection(namespace=NAMESPACE), dry_run=False).num_blocks == 3
+
+
+def test_what_was_evicted_and_taken_by_hash_is_counted_once() -> None:
+    pool = BlockPool(4)
+    prompt = make_prompt([1, 2])
+    leave(pool, prompt)
+    taken = pool.take(2, prompt=prompt, shared_max=2)
+    pool.unref_all(taken.block_ids)
+    assert [block.hits for block in pool.describe(Selection())] == [1, 1]
+    pool.take(3)
+    assert pool.counters.evicted_blocks == 1
 
 
 def test_a_listener_sees_a_set_of_hashes_that_is_what_can_be_found() -> None:

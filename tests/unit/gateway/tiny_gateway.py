@@ -22,6 +22,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.generation import (
     CachedTokens,
     DecodeCall,
+    DeviceListing,
     EvictReport,
     EvictSelector,
     Finished,
@@ -36,6 +37,8 @@ from headrace.core.generation import (
 )
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord, WorkerRole
+from headrace.engine.block_pool import BlockPool
+from headrace.engine.list_device import list_device
 from headrace.gateway.service import GatewayService
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 
@@ -114,6 +117,7 @@ class TinyWorker:
     calls: list[DecodeCall | PrefillCall] = field(default_factory=list)
     open_calls: int = 0
     tokens_made: int = 0
+    pool: BlockPool = field(default_factory=lambda: BlockPool(1_000))
 
 
 @dataclass
@@ -170,6 +174,12 @@ class TinyCalls:
             raise self.workers[worker.worker_id].fails
         self.evicted.append((worker.worker_id, selector, dry_run))
         return EvictReport(worker.holder_id, 2, 2 * BLOCK_TOKENS, 128, 0, dry_run)
+
+    async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        tiny = self.workers[worker.worker_id]
+        if tiny.fails is not None:
+            raise tiny.fails
+        return list_device(tiny.pool, tiny.record, selector, limit=limit)
 
     async def _misbehave(self, worker: TinyWorker) -> None:
         if worker.hangs:

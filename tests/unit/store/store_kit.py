@@ -104,6 +104,7 @@ def make_header(prompt: HashedPrompt, position: int, layout: KvLayout = LAYOUT) 
         payload_xxh3=0,
         producer="worker-1",
         created_unix_ms=1_000_000,
+        narrowed_from=prompt.narrowed_from,
     )
 
 

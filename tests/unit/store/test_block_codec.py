@@ -24,6 +24,9 @@ def make_golden_headers() -> dict[str, BlockHeader]:
     fast, slow = make_prompt(7, 3), make_prompt(7, 3, algorithm=HashAlgorithm.SHA256)
     return {
         "xxh3_first_block": replace(make_header(fast, 0), payload_xxh3=0x0123456789ABCDEF),
+        "narrowed_first_block": replace(
+            make_header(fast, 0), narrowed_from=(NamespaceId("ab" * 16), NamespaceId("cd" * 16))
+        ),
         "sha256_third_block": replace(make_header(slow, 2), payload_xxh3=2**64 - 1, producer="prefill-ü"),
     }
 
@@ -60,6 +63,9 @@ def headers(draw: st.DrawFn) -> BlockHeader:
         payload_xxh3=draw(st.integers(0, 2**64 - 1)),
         producer=draw(st.text(max_size=64)),
         created_unix_ms=draw(st.integers(0, 2**50)),
+        narrowed_from=tuple(
+            NamespaceId(wider) for wider in draw(st.sampled_from([(), ("5a" * 16,), ("5a" * 16, "5b" * 16)]))
+        ),
     )
 
 
@@ -124,7 +130,8 @@ def reseal(fields: list[object]) -> bytes:
     ("index", "value", "named"),
     [
         (0, "other", "not a block header"),
-        (1, 2, "format version 2 is unknown"),
+        (1, 1, "format version 1 is unknown"),
+        (1, 3, "format version 3 is unknown"),
         (2, b"short", "namespace"),
         (3, b"x" * 20, "block_hash"),
         (4, b"x" * 32, "parent_hash"),
@@ -140,6 +147,10 @@ def reseal(fields: list[object]) -> bytes:
         (9, b"", "payload_xxh3"),
         (10, "p" * 129, "producer"),
         (11, -5, "created_unix_ms"),
+        (12, b"x" * 16, "narrowed_from"),
+        (12, [b"x" * 15], "narrowed_from"),
+        (12, [b"x" * 16, b"y" * 16, b"z" * 16], "narrowed_from"),
+        (12, [bytes.fromhex(make_prompt(1, 1).namespace)], "narrowed_from"),
     ],
 )
 def test_a_well_sealed_header_with_a_wrong_field_is_refused_by_name(index: int, value: object, named: str) -> None:

@@ -108,6 +108,7 @@ def test_any_readable_message_becomes_a_request_or_is_refused(data):
     [
         EvictSelector(),
         EvictSelector(namespace="n", model="m", block_hashes=(b"a" * 16, b"b" * 32), idle_for_s=0.0),
+        EvictSelector(namespace="n", prefix_token_ids=(1, 2, 3)),
     ],
 )
 def test_a_selector_survives_the_wire(selector):
@@ -118,8 +119,8 @@ def test_a_selector_survives_the_wire(selector):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prefix_text": "x"}, "selector"),
-        ({"prefix_token_ids": [1]}, "selector"),
+        ({"prefix_text": "x"}, "prefix_text"),
+        ({"prefix_token_ids": [1], "block_hashes": [b"a" * 16]}, "selector"),
         ({"idle_for_s": -1.0}, "idle_for_s"),
         ({"idle_for_s": float("nan")}, "idle_for_s"),
         ({"block_hashes": [b"short"]}, "block_hashes"),

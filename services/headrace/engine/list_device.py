@@ -1,0 +1,74 @@
+"""Describe a worker's pool to people: its hashed blocks and its books. Reads the pool, changes nothing."""
+
+from headrace.core.block import BlockHash, KvLayout, NamespaceId, Tier
+from headrace.core.generation import BlockInfo, DeviceListing, EvictSelector, HolderStat
+from headrace.core.limits import LIST_BLOCKS_MAX
+from headrace.core.members import WorkerRecord
+from headrace.engine.block_pool import BlockPool, PoolBlock, Selection
+
+
+def list_device(pool: BlockPool, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
+    """The pool's blocks that the selector means, heads first, at most `limit` of them; how many in all; the books.
+
+    A block in use counts as leased: it is found by others and cannot be evicted.
+    """
+    described = pool.describe(pool_selection(selector, worker.namespace.id))
+    described.sort(key=lambda block: (block.namespace, block.position))
+    shown = described[: max(0, min(limit, LIST_BLOCKS_MAX))]
+    return DeviceListing(
+        blocks=tuple(_describe(block, worker) for block in shown),
+        total_blocks=len(described),
+        stat=_stat(pool, worker),
+    )
+
+
+def pool_selection(selector: EvictSelector, namespace: NamespaceId) -> Selection:
+    """The selector in the pool's words. All blocks of a pool are of its worker's namespace or narrowed from it, so
+    naming that namespace means all of them."""
+    every = selector.namespace is None or selector.namespace == namespace
+    roots = frozenset(BlockHash(block_hash) for block_hash in selector.block_hashes)
+    return Selection(
+        namespace=None if every else NamespaceId(selector.namespace or ""),
+        roots=roots or None,
+        prefix_token_ids=selector.prefix_token_ids,
+        idle_for_s=selector.idle_for_s,
+    )
+
+
+def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
+    return BlockInfo(
+        namespace=block.namespace,
+        base_namespace=worker.namespace.id,
+        block_hash=block.block_hash,
+        parent_hash=block.parent_hash,
+        position=block.position,
+        token_ids=block.token_ids,
+        bytes=worker.namespace.layout.block_bytes,
+        holder=worker.holder_id,
+        tier=Tier.DEVICE,
+        hits=block.hits,
+        age_s=block.age_s,
+        idle_s=block.idle_s,
+        leases=block.references,
+    )
+
+
+def _stat(pool: BlockPool, worker: WorkerRecord) -> HolderStat:
+    """Committed is what sequences use and what is kept for reuse; leased is what sequences use."""
+    layout: KvLayout = worker.namespace.layout
+    available, kept = pool.available_blocks, pool.kept_blocks
+    empty = max(0, available - kept)
+    return HolderStat(
+        holder=worker.holder_id,
+        tier=Tier.DEVICE,
+        incarnation=worker.incarnation,
+        total_blocks=pool.num_blocks,
+        free_blocks=available,
+        committed_blocks=pool.num_blocks - empty,
+        reserved_blocks=0,
+        leased_blocks=pool.num_blocks - available,
+        block_bytes=layout.block_bytes,
+        lookups_tokens=pool.counters.lookups_blocks * layout.block_tokens,
+        hits_tokens=pool.counters.hits_blocks * layout.block_tokens,
+        evicted_blocks=pool.counters.evicted_blocks,
+    )
