@@ -121,7 +121,10 @@ def to_jsonable(value: Any) -> Any:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
     """Print a table. Columns whose name ends in a space are aligned left, all others right, as numbers are."""
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    if title:
+        # Not the table's own: that is folded to the width of the columns.
+        click.secho(title, bold=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in columns:
         table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", overflow="fold")
     for row in rows:
@@ -130,7 +133,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     if not console.is_terminal:
         # A pipe has no width of its own: rows must not be folded to the 80 columns that rich assumes.
         console = Console(highlight=False, markup=False, width=10_000)
-    console.print(table)
+    with console.capture() as printed:
+        console.print(table)
+    for line in printed.get().splitlines():
+        click.echo(line.rstrip())
 
 
 def human_bytes(count: float) -> str:
