@@ -27,6 +27,7 @@ from headrace.client import (
 )
 from headrace.config import Config
 from headrace.core.errors import ConfigInvalid, HeadraceError, WorkerUnavailable
+from headrace.core.generation import CachedTokens
 from headrace_cluster.launch_local import launch_local
 from headrace_cluster.local_instance import InstanceState, default_state_dir, is_alive, read_state
 
@@ -78,7 +79,7 @@ class DemoRow:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """All rows, and how to go on from here."""
+    """All rows, and the system that gave them."""
 
     model: str
     rows: tuple[DemoRow, ...]
@@ -108,7 +109,7 @@ class DemoReport:
             [
                 PATHS[row.path][0],
                 f"{row.result.usage.prompt_tokens:,}",
-                self._cached(row),
+                cached_by_source(row.result.usage.cached),
                 f"{row.result.ttft_ms:,.0f} ms",
                 f"{cold_ms / row.result.ttft_ms:.1f}x",
                 ("yes" if row.equal_to_cold else "NO") + ("" if row.as_meant else " (reuse NOT as meant)"),
@@ -117,13 +118,8 @@ class DemoReport:
         ]
         return "", ["path ", "prompt tokens", "cached tokens ", "first token", "against cold", "equal to cold "], rows
 
-    @staticmethod
-    def _cached(row: DemoRow) -> str:
-        counts = row.result.usage.cached.by_source().items()
-        return ", ".join(f"{count:,} {source}" for source, count in counts if count) or "0"
-
     def closing(self) -> list[str]:
-        """The verdict, and what to do next."""
+        """The verdict, and where the system is."""
         verdict = (
             "Every answer is equal to the cold one." if self.equal else "NOT every row is as it must be; see above."
         )
@@ -132,10 +128,12 @@ class DemoReport:
             f"The same rows are in {self.output}.",
             "",
             f"The system is up: {self.state.http_url}/v1 (OpenAI-compatible), {self.state.grpc_target} (gRPC).",
-            "  chat with it:           headrace chat",
-            "  look into the cache:    headrace cache ls",
-            "  end it:                 headrace down",
         ]
+
+
+def cached_by_source(cached: CachedTokens) -> str:
+    """`3,456 shared_memory`, or `0`."""
+    return ", ".join(f"{count:,} {source}" for source, count in cached.by_source().items() if count) or "0"
 
 
 def run_demo(config: Config, *, output: Path, report: Report) -> DemoReport:
@@ -145,7 +143,7 @@ def run_demo(config: Config, *, output: Path, report: Report) -> DemoReport:
     killed part did not come back).
     """
     state = _running_system(config, report)
-    with HeadraceClient(state.grpc_target) as client:
+    with HeadraceClient(state.grpc_target, api_key=os.environ.get("HEADRACE_API_KEY", "")) as client:
         demo = _Demo(client, report)
         rows = demo.run()
         found = DemoReport(demo.model, tuple(rows), state, output / "demo.json")
@@ -211,8 +209,9 @@ class _Demo:
         equal = (result.token_ids, result.text) == (cold.token_ids, cold.text)
         cached = {source: count for source, count in result.usage.cached.by_source().items() if count}
         self._report(
-            f"{path}: {result.usage.prompt_tokens:,} tokens, cached {cached or 0}, first token {result.ttft_ms:.0f} ms "
-            f"(bypassing the cache {cold.ttft_ms:.0f} ms): {result.text.strip()!r}"
+            f"{PATHS[path][0]}: {result.usage.prompt_tokens:,} prompt tokens, cached "
+            f"{cached_by_source(result.usage.cached)}, first token {result.ttft_ms:,.0f} ms, "
+            f"bypassing the cache {cold.ttft_ms:,.0f} ms\n  {result.text.strip()!r}"
         )
         return DemoRow(path, result, equal_to_cold=equal, as_meant=self._is_as_meant(cached, expected))
 

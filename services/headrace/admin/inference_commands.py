@@ -132,11 +132,14 @@ def _prompt(text: str | None, token_ids: tuple[int, ...] | None, *, as_chat: boo
 def print_text(stream: GenerateStream) -> str:
     """Print the text as it comes and return it whole; the stream's own `result()` still knows everything."""
     parts: list[str] = []
-    for event in stream:
-        if isinstance(event, TokenDelta | Done):
-            click.echo(event.text, nl=False)
-            parts.append(event.text)
-    click.echo()
+    try:
+        for event in stream:
+            if isinstance(event, TokenDelta | Done):
+                click.echo(event.text, nl=False)
+                parts.append(event.text)
+    finally:
+        if parts:  # an error in the middle is said on a line of its own
+            click.echo()
     return "".join(parts)
 
 

@@ -7,6 +7,8 @@ command needs them, and what is missing is said with the extra that brings it.
 import importlib
 import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from headrace.admin.terminal import (
 )
 from headrace.client import SystemStatus
 from headrace.config import load_config
+from headrace.core.errors import ConfigInvalid
 
 # What a command cannot do without, beyond the base install. Looked for before anything starts: a part that runs in a
 # process of its own would otherwise fail there, out of sight.
@@ -62,7 +65,18 @@ def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None
         return
     click.echo(f"HTTP (OpenAI-compatible): {state.http_url}/v1")
     click.echo(f"gRPC:                     {state.grpc_target}")
-    click.echo("talk to it: headrace chat     look into the cache: headrace cache ls     end it: headrace down")
+    _print_next_steps(flags, state.grpc_target)
+
+
+def _print_next_steps(flags: dict[str, Any], grpc_target: str) -> None:
+    """Commands that reach this very system when they are pasted: with the path of this program where the shell would
+    not find it, and by address where another state directory than the usual one was named."""
+    program = "headrace" if shutil.which("headrace") else sys.argv[0]
+    state_dir = flags.get("state_dir")
+    address, ending = (f" --address {grpc_target}", f" --state-dir {state_dir}") if state_dir else ("", "")
+    click.echo(f"  chat with it:         {program} chat{address}")
+    click.echo(f"  look into the cache:  {program} cache ls{address}")
+    click.echo(f"  end it:               {program} down{ending}")
 
 
 @click.command()
@@ -125,6 +139,10 @@ def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_o
     at the next start.
     """
     run = load_function("headrace.store.service:main", command="store-node", extra="store")
+    if not load_config(flags, config_file=config_file).index.redis_url:
+        raise ConfigInvalid(
+            "redis_url", "a store node on its own needs one to register with: --redis-url redis://HOST:PORT"
+        )
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     arguments += [f"--config={config_file}"] if config_file else []
     arguments += ["--remove-arena-on-exit"] if remove_arena_on_exit else []
@@ -182,5 +200,6 @@ def demo(*, flags: dict[str, Any], config_file: str | None, output: str, as_json
         print_table(columns, rows, title=title)
         for line in found.closing():
             click.echo(line)
+        _print_next_steps(flags, found.state.grpc_target)
     if not found.equal:
         raise SystemExit(EXIT_CHECK_FAILED)

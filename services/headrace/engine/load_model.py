@@ -139,9 +139,11 @@ def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:
     try:
         return settings.model, Path(snapshot_download(settings.model, allow_patterns=wanted))
     except (OSError, HFValidationError) as error:  # hub and network errors are OSErrors
+        # Its first line: the rest is a paragraph, and a worker's progress is told by lines.
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ModelRefused(
             settings.model,
-            f"it is no local directory, and the hub did not give it ({type(error).__name__}: {error}); check the name "
+            f"it is no local directory, and the hub did not give it ({why}); check the name "
             "and the network, or give a directory",
         ) from error
 
