@@ -170,12 +170,14 @@ def _read_file(path: str | Path | None) -> dict[str, Any]:
         return {}
     try:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigInvalid(str(path), f"cannot be read as YAML: {error}") from error
+    except OSError as error:
+        raise ConfigInvalid("config", f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigInvalid("config", f"{path} cannot be read as YAML: {error}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigInvalid(str(path), "must be a mapping of setting names to values")
+        raise ConfigInvalid("config", f"{path} must be a mapping of setting names to values")
     return {str(key): value for key, value in loaded.items()}
 
 
@@ -183,6 +185,9 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
     known = settings_table()
     named = {name: f"HEADRACE_{name.upper()}" for name in known}
     return {name: environ[variable] for name, variable in named.items() if variable in environ}
+
+
+KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _convert(key: str, value: Any, default: Any) -> Any:
@@ -195,9 +200,9 @@ def _convert(key: str, value: Any, default: Any) -> Any:
                 return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text]
             return kind(text)
         except (ValueError, KeyError):
-            raise ConfigInvalid(key, f"{value!r} is not a valid {kind.__name__}") from None
+            raise ConfigInvalid(key, f"{value!r} is not {KIND_NAMES[kind]}") from None
     if kind is not type(value):
-        raise ConfigInvalid(key, f"{value!r} is not a valid {kind.__name__}")
+        raise ConfigInvalid(key, f"{value!r} is not {KIND_NAMES[kind]}")
     return value
 
 
