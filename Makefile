@@ -24,16 +24,20 @@ down:
 
 install: $(STAMP)
 
+# Quiet twice over: pip's remarks about its own settings and versions help nobody here; its errors are still shown.
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
+
 # torch goes in first and by exact version, so that nothing else chooses another build of it.
 $(STAMP):
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed (set PYTHON=...)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	rm -f $(VENV)/.installed-*
-	touch $@
+	@echo "Installing into $(VENV): torch first, then the rest; a few minutes the first time."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
 
 # The generated code in services/headrace/wire/v1 is committed; run this after changing a .proto file.
 proto: install
