@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from headrace.compose import prepare_model
+from headrace.compose import check_tenants, prepare_model
 from headrace.config import Config, config_to_flat, load_config
 from headrace.core.errors import HeadraceError
 from headrace_cluster.local_instance import (
@@ -53,6 +54,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
 
     `report` gets a line for each step. Ctrl-C (or any exception from `report`) ends what was started.
     """
+    config = _with_absolute_paths(config)
     state_dir = default_state_dir(config).resolve()
     state_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(state_dir):
@@ -60,6 +62,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
         if running is not None and is_alive(running):
             raise LaunchFailed(f"a system is up already at {running.http_url}; end it first (headrace down)")
         _clean_up(state_dir, report)
+        check_tenants(config.gateway)
         prepare_model(config.model, report=report)
         instance_id = secrets.token_hex(4)
         (state_dir / CONFIG_FILE).write_text(json.dumps(config_to_flat(config)), encoding="utf-8")
@@ -72,6 +75,14 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
             kill_processes_of(instance_id, report)
             _clean_up(state_dir, report)
             raise
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Gateways read the tenants file in processes with other working directories than this one."""
+    if not config.gateway.tenants_file:
+        return config
+    path = str(Path(config.gateway.tenants_file).expanduser().resolve())
+    return replace(config, gateway=replace(config.gateway, tenants_file=path))
 
 
 def down(state_dir: Path, *, report: Report) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.blocks.host_arena import arena_path as arena_path_of
 from headrace.blocks.host_arena import host_id
-from headrace.config import DEFAULT_MODEL, Config, ModelSettings, StoreSettings
+from headrace.config import DEFAULT_MODEL, Config, GatewaySettings, ModelSettings, StoreSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidRequest
@@ -42,6 +42,14 @@ def prepare_model(settings: ModelSettings, *, report: Report) -> None:
         from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 
         prepare_default_model(model_cache_dir(settings), report=report)
+
+
+def check_tenants(settings: GatewaySettings) -> None:
+    """Refuse a tenants file that a gateway could not use, before anything starts. Raises ConfigInvalid."""
+    if settings.tenants_file:
+        from headrace.gateway.read_tenants import read_tenants
+
+        read_tenants(settings.tenants_file)
 
 
 def arena_path(settings: StoreSettings) -> Path:
@@ -179,12 +187,13 @@ class Gateway:
 
 
 def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
-    """Join a gateway to the index, the members and the workers behind `calls`."""
+    """Join a gateway to the index, the members and the workers behind `calls`. Raises ConfigInvalid (tenants_file)."""
     from prometheus_client import generate_latest
 
     from headrace.gateway.admin_grpc import CacheAdminRpc
     from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
     from headrace.gateway.openai_http import build_http_app
+    from headrace.gateway.read_tenants import read_tenants
     from headrace.gateway.refuse_call import refuse_by_raising
     from headrace.gateway.service import GatewayService
     from headrace.index.redis_index import RedisIndex
@@ -206,6 +215,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
         settings=config.gateway,
         clock=clock,
         observer=RouteMetrics(metrics),
+        key_ring=read_tenants(config.gateway.tenants_file) if config.gateway.tenants_file else None,
     )
     return Gateway(
         service=service,

@@ -78,6 +78,7 @@ class GatewaySettings:
     load_cap: int = setting(8, "A worker with this many more requests than the least loaded one is not chosen.")
     hash_algorithm: str = setting("xxh3-128", "xxh3-128, or sha256 where callers do not trust each other.")
     trust_group: str = setting("default", "Callers of this deployment share blocks within this group.")
+    tenants_file: str = setting("", "YAML file of API keys, tenants and trust groups. Empty: everybody is one tenant.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,8 @@ def _check(config: Config) -> None:
             raise ConfigInvalid(key, "must lie in 0..65535")
     if config.gateway.hash_algorithm not in set(HashAlgorithm):
         raise ConfigInvalid("hash_algorithm", f"must be one of {', '.join(HashAlgorithm)}")
+    if config.gateway.tenants_file and config.gateway.hash_algorithm != HashAlgorithm.SHA256:
+        raise ConfigInvalid("hash_algorithm", "must be sha256 with a tenants_file: tenants might construct collisions")
     if config.model.dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigInvalid("dtype", "must be auto, bfloat16, float16 or float32")
     if config.model.device not in ("auto", "cpu", "cuda"):

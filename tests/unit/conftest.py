@@ -48,6 +48,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     failure: HeadraceError | None = None
     hang_after_tokens: int | None = None
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)  # of each call, in order
     time_remaining_s: float = 0.0
     hanging: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -211,8 +212,19 @@ async def _refuse(context: grpc.aio.ServicerContext, error: HeadraceError) -> No
     await context.abort(status_of(error).grpc_code, message_of(error), trailing_metadata(error))
 
 
+class RecordAuthorization(grpc.aio.ServerInterceptor):
+    """Remembers what each call says of who it is."""
+
+    def __init__(self, gateway: SmallGateway) -> None:
+        self._gateway = gateway
+
+    async def intercept_service(self, continuation, details):
+        self._gateway.authorizations.append(dict(details.invocation_metadata).get("authorization"))
+        return await continuation(details)
+
+
 async def _serve(gateway: SmallGateway, started: threading.Event, stop: asyncio.Event) -> None:
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[RecordAuthorization(gateway)])
     inference_pb2_grpc.add_InferenceServicer_to_server(gateway, server)
     admin_pb2_grpc.add_CacheAdminServicer_to_server(gateway, server)
     gateway.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

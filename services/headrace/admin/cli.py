@@ -9,6 +9,7 @@ from headrace.admin.chat import chat
 from headrace.admin.config_commands import config
 from headrace.admin.inference_commands import generate, models
 from headrace.admin.system_commands import demo, down, status, store_node, up, verify
+from headrace.admin.tenant_commands import tenants
 from headrace.admin.terminal import EXIT_CODE_HELP, ErrorGroup
 
 
@@ -18,7 +19,7 @@ def main() -> None:
     """Headrace: a distributed prefix cache for LLM inference."""
 
 
-for command in (up, down, status, models, generate, chat, cache, verify, demo, bench, store_node, config):
+for command in (up, down, status, models, generate, chat, cache, verify, demo, bench, store_node, config, tenants):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Which gateway a command talks to: `--address`, HEADRACE_ADDRESS, the local system's own, or the default port."""
+"""Which gateway a command talks to: `--address`, HEADRACE_ADDRESS, the local system's own, or the default port; and
+who it says it is: `--api-key` or HEADRACE_API_KEY, which nothing here prints."""
 
 import json
 from collections.abc import Callable
@@ -11,10 +12,20 @@ from headrace.client import HeadraceClient
 from headrace.config import load_config
 
 ADDRESS_VARIABLE = "HEADRACE_ADDRESS"
+API_KEY_VARIABLE = "HEADRACE_API_KEY"
+API_KEY_META = "headrace.api_key"
 
 
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--address`, which the command gets resolved."""
+    """Add `--address`, which the command gets resolved, and `--api-key`, which `connect` finds by itself."""
+    command = click.option(
+        "--api-key",
+        envvar=API_KEY_VARIABLE,
+        expose_value=False,
+        callback=_remember_api_key,
+        metavar="KEY",
+        help=f"API key, where there are tenants. Better set {API_KEY_VARIABLE}: other users see a command line.",
+    )(command)
     return click.option(
         "--address",
         envvar=ADDRESS_VARIABLE,
@@ -22,6 +33,10 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="HOST:PORT",
         help="gRPC address of the gateway. Default: the local system's, else the grpc_port setting on 127.0.0.1.",
     )(command)
+
+
+def _remember_api_key(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    ctx.meta[API_KEY_META] = (value or "").strip()
 
 
 def default_address() -> str:
@@ -45,5 +60,5 @@ def _address_in(directory: Path) -> str:
 
 
 def connect(address: str) -> HeadraceClient:
-    """A client of that gateway; use it as a context manager."""
-    return HeadraceClient(address)
+    """A client of that gateway, with the command's API key; use it as a context manager."""
+    return HeadraceClient(address, api_key=click.get_current_context().meta.get(API_KEY_META, ""))

@@ -21,6 +21,8 @@ from headrace.core.errors import (
     InvalidRequest,
     ModelRefused,
     Overloaded,
+    PermissionDenied,
+    Unauthenticated,
     WorkerUnavailable,
 )
 
@@ -33,6 +35,8 @@ EXIT_CODES: tuple[tuple[type[HeadraceError], int], ...] = (
     (WorkerUnavailable, 5),
     (GatewayUnreachable, 6),
     (DeadlineExceeded, 7),
+    (Unauthenticated, 10),
+    (PermissionDenied, 10),
     (ConfigInvalid, 8),
     (ModelRefused, 8),
     (HeadraceError, 1),
@@ -52,6 +56,7 @@ Exit codes:
   7  the deadline passed
   8  a setting is wrong, a model is refused, or an extra is not installed
   9  incomplete: at least one holder did not answer
+  10  no API key that is known here, or one that may not do this
 """
 
 

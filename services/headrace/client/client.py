@@ -36,7 +36,7 @@ from headrace.client.values import (
     ServedModel,
     SystemStatus,
 )
-from headrace.core.errors import WorkerUnavailable
+from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace.core.generation import EvictReport, HolderStat
 from headrace.core.limits import (
     ADMIN_CALL_TIMEOUT_MS,
@@ -44,6 +44,7 @@ from headrace.core.limits import (
     GRPC_MESSAGE_BYTES_MAX,
     REQUEST_TIMEOUT_MS_DEFAULT,
 )
+from headrace.core.tenants import is_usable_key
 from headrace.wire.v1 import admin_pb2, inference_pb2
 from headrace.wire.v1.admin_pb2_grpc import CacheAdminStub
 from headrace.wire.v1.inference_pb2_grpc import InferenceStub
@@ -79,6 +80,15 @@ def prepare_call(
         prompt, model=model, sampling=sampling, cache=cache, timeout_ms=timeout_ms, cache_salt=cache_salt
     )
     return PreparedCall(request=request, timeout_s=(timeout_ms + CLIENT_DEADLINE_GRACE_MS) / 1e3)
+
+
+def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    """What goes with every call: the API key, as HTTP clients send it; nothing without one."""
+    if api_key and not is_usable_key(api_key):
+        raise InvalidRequest(
+            "this is no API key: keys are 20 or more signs of printable ASCII, without spaces", param="api_key"
+        )
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 class GenerateStream:
@@ -124,9 +134,11 @@ class GenerateStream:
 class HeadraceClient:
     """Blocking client of one gateway. Safe to use from several threads. Close it, or use it as a context manager."""
 
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        """address: `host:port`. credentials: TLS; None for plain text. Connects on first use."""
+    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str = "") -> None:
+        """address: `host:port`. credentials: TLS; None for plain text. api_key: who calls, where the deployment has
+        tenants; goes with every call. Connects on first use. Raises InvalidRequest for what cannot be a key."""
         self.address = address
+        self._metadata = call_metadata(api_key)
         self._channel = (
             grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
             if credentials is None
@@ -151,7 +163,7 @@ class HeadraceClient:
             prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
         )
         started_s = time.monotonic()
-        events = self._inference.Generate(call.request, timeout=call.timeout_s)
+        events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
         return GenerateStream(events, address=self.address, started_s=started_s)
 
     def generate(
@@ -196,7 +208,7 @@ class HeadraceClient:
 
     def _ask(self, method: Callable[..., Value], request: object) -> Value:
         try:
-            return method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3)
+            return method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, address=self.address) from error
 
@@ -262,9 +274,11 @@ class AsyncGenerateStream:
 class AsyncHeadraceClient:
     """As HeadraceClient, for asyncio. Belongs to the event loop that it was made in."""
 
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        """address: `host:port`. credentials: TLS; None for plain text. Connects on first use."""
+    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str = "") -> None:
+        """address: `host:port`. credentials: TLS; None for plain text. api_key: who calls, where the deployment has
+        tenants; goes with every call. Connects on first use. Raises InvalidRequest for what cannot be a key."""
         self.address = address
+        self._metadata = call_metadata(api_key)
         self._channel = (
             grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
             if credentials is None
@@ -288,7 +302,7 @@ class AsyncHeadraceClient:
             prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
         )
         started_s = time.monotonic()
-        events = self._inference.Generate(call.request, timeout=call.timeout_s)
+        events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
         return AsyncGenerateStream(events, address=self.address, started_s=started_s)
 
     async def generate(
@@ -336,7 +350,7 @@ class AsyncHeadraceClient:
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
         try:
-            return await method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3)
+            return await method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, address=self.address) from error
 

@@ -7,7 +7,16 @@ from click.testing import CliRunner
 
 from headrace.admin.cli import main
 from headrace.client import HeadraceClient
-from headrace.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel, WorkerUnavailable
+from headrace.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    UnknownModel,
+    WorkerUnavailable,
+)
+from headrace.core.tenants import HashedKey
 
 
 @pytest.fixture
@@ -66,6 +75,8 @@ def test_token_ids_and_chat_are_sent_as_what_they_are(run, small_gateway):
         (Overloaded("full", retry_after_ms=100), 4),
         (WorkerUnavailable("d0", "it died"), 5),
         (DeadlineExceeded("decode"), 7),
+        (Unauthenticated("no API key was sent"), 10),
+        (PermissionDenied("see it"), 10),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
@@ -86,7 +97,40 @@ def test_no_gateway_at_the_address_is_exit_code_6_and_says_how_to_start_one(run)
 
 def test_every_exit_code_is_documented_in_help(run):
     text = run("--help").stdout
-    assert all(f"  {code}  " in text for code in range(10))
+    assert all(f"  {code}  " in text for code in range(11))
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_the_api_key_is_sent_by_every_command_and_printed_by_none(run, small_gateway, monkeypatch, how):
+    """Fails when a command forgets who calls, or shows the secret, also where it fails."""
+    key = "hr-0123456789abcdefghij"
+    if how == "environment":
+        monkeypatch.setenv("HEADRACE_API_KEY", key)
+    given = ["--api-key", key] if how == "flag" else []
+    commands = [["generate", "hello"], ["models"], ["status"], ["cache", "ls"], ["cache", "stat"]]
+    small_gateway.failure = None
+    shown = [run(*command, *given) for command in commands]
+    small_gateway.failure = Unauthenticated("the API key is not known here")
+    shown += [run("status", *given), run("status", "--json", *given), run("status", "--help")]
+    assert set(small_gateway.authorizations) == {f"Bearer {key}"}
+    assert len(small_gateway.authorizations) == len(commands) + 2
+    assert not any(key in done.output for done in shown)
+
+
+def test_a_key_is_hashed_from_standard_input_and_not_shown(run):
+    """Fails when the line does not stand for the key, or the key is printed."""
+    key = "hr-0123456789abcdefghij"
+    done = run("tenants", "hash-key", input=key + "\n")
+    assert HashedKey.parse(done.stdout.strip()).matches(key)
+    assert key not in done.output
+    assert run("tenants", "hash-key", input="short\n").exit_code == 3
+
+
+def test_a_fresh_key_comes_with_its_line(run):
+    """Fails when the line is not the key's, or two keys are alike."""
+    drawn = [json.loads(run("tenants", "new-key", "--json").stdout) for _ in range(2)]
+    assert drawn[0]["key"] != drawn[1]["key"]
+    assert all(HashedKey.parse(d["line"]).matches(d["key"]) for d in drawn)
 
 
 def test_status_lists_nodes_and_workers(run):

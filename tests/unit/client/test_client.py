@@ -199,3 +199,25 @@ def test_the_base_install_imports_without_torch_ray_redis_or_transformers(module
         [sys.executable, "-c", f"{block}import {module}"], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_api_key_goes_with_every_call_and_without_one_nothing_does(small_gateway):
+    """Fails when a kind of call forgets the key, or an anonymous client sends a header."""
+    for api_key, expected in (("hr-0123456789abcdefgh", "Bearer hr-0123456789abcdefgh"), ("", None)):
+        small_gateway.authorizations.clear()
+        with HeadraceClient(small_gateway.address, api_key=api_key) as client:
+            client.generate("x")
+            client.list_models()
+            client.status()
+            client.stat()
+            client.list_blocks()
+            client.evict(Selector())
+        assert small_gateway.authorizations == [expected] * 6
+
+
+@pytest.mark.parametrize("api_key", ["short", "with spaces " * 3, "line\nbreak" * 5, "é" * 30])
+def test_what_cannot_be_an_api_key_is_refused_before_it_is_sent(small_gateway, api_key):
+    """Fails when a mistake surfaces as a transport error, or the refusal shows the key."""
+    with pytest.raises(InvalidRequest) as refused:
+        HeadraceClient(small_gateway.address, api_key=api_key)
+    assert api_key not in str(refused.value)
