@@ -56,6 +56,15 @@ class StoreSettings:
     arena_dir: str = setting("/dev/shm", "Directory of the arena file; a memory-backed file system.")
     store_host: str = setting("127.0.0.1", "Address on which the store node serves gRPC. On Ray, auto: its node's own.")
     store_port: int = setting(0, "Port of the store node. 0: any free one.")
+    kv_events_endpoint: str = setting(
+        "", "ZeroMQ endpoint of KV events, as tcp://127.0.0.1:5557. Empty: none are sent."
+    )
+    kv_events_replay_endpoint: str = setting("", "ZeroMQ endpoint for replays of KV events. Empty: no replays.")
+    kv_events_topic: str = setting("", "Topic of KV events; llm-d reads kv@<pod>@<model>. Default: kv@<node id>.")
+    kv_events_layout: str = setting("map", "Layout of one KV event: map (vLLM from 0.24 on) or array (up to 0.23).")
+    kv_events_hashes: str = setting(
+        "int", "Block hashes in KV events: int (the last 8 bytes; vLLM's default) or bytes."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +230,12 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("block_tokens", "must not exceed context_tokens_max")
     if config.store.arena_mb < 1:
         raise ConfigInvalid("arena_mb", "must be at least 1")
+    if config.store.kv_events_replay_endpoint and not config.store.kv_events_endpoint:
+        raise ConfigInvalid("kv_events_replay_endpoint", "needs kv_events_endpoint: there is nothing to replay")
+    if config.store.kv_events_layout not in ("map", "array"):
+        raise ConfigInvalid("kv_events_layout", "must be map or array")
+    if config.store.kv_events_hashes not in ("int", "bytes"):
+        raise ConfigInvalid("kv_events_hashes", "must be int or bytes")
     for key, port in (
         ("store_port", config.store.store_port),
         ("http_port", config.gateway.http_port),

@@ -280,6 +280,44 @@ API_KEYS_MAX = 1_024
 # A tenants file of API_KEYS_MAX keys at 101 characters, each with a tenant around it, takes about 200 KB.
 TENANTS_FILE_BYTES_MAX = 1024 * 1024
 
+# Tokens of the blocks in one batch of KV events, after which it is closed: at most 2,048 x 5 bytes of token ids and,
+# with blocks of one token, 2,048 x 9 bytes of hashes: under 32 KiB, plus one block. 64-token blocks: 32 of them, 7 KB.
+KV_EVENTS_BATCH_TOKENS = 2_048
+
+# Batches of KV events kept for replay (vLLM's default too), and their bytes: a batch is one turn of the event loop, so
+# this is ten seconds of a node that is written to without pause, minutes of others. What is older costs a snapshot.
+KV_EVENTS_KEPT_BATCHES_MAX = 10_000
+KV_EVENTS_KEPT_BYTES_MAX = 32 * 1024 * 1024
+
+# The first sequence number of a run is its incarnation (milliseconds) times this: a run would have to send over a
+# million batches a second for its numbers to reach the next run's. 1.8e12 x 1,024 stays under 2^53, which any reader
+# can count with.
+KV_EVENTS_SEQUENCE_STRIDE = 1_024
+
+# Batches queued for one subscriber that does not read; beyond, it loses messages and replays. Usually 300 bytes each
+# (0.6 MB), at the bound of a batch 64 MiB, until the heartbeat finds that it is gone.
+KV_EVENTS_SUBSCRIBER_BATCHES_MAX = 2_048
+
+# How often a silent subscriber is asked for a sign of life; after three times that it is cut off and its queue freed.
+KV_EVENTS_HEARTBEAT_MS = 10_000
+
+# A subscription is a topic and a replay request 8 bytes: who sends more is not a follower and is disconnected.
+KV_EVENTS_REQUEST_BYTES_MAX = 1_024
+
+# Replay requests that wait for their turn: every router asks after a restart of the node, and 64 are many routers. One
+# that finds no room is not answered; its asker hears nothing and asks again.
+KV_EVENTS_REQUESTS_MAX = 64
+
+# Replies queued for one asker of a replay (64 x 32 KiB = 2 MiB); then it must read before more are sent.
+KV_EVENTS_REPLAY_AHEAD_BATCHES = 64
+
+# How often an asker whose queue is full is looked at: 64 batches each time are 6,400 a second, a full buffer in 2 s.
+KV_EVENTS_REPLAY_POLL_MS = 10
+
+# One replay: a snapshot of 100,000 blocks is 20 MB, a second of encoding; 10 s covers a slow asker, and the next in
+# line waits no longer for one that hangs. Without its end marker a replay is incomplete and is asked for again.
+KV_EVENTS_REPLAY_TIMEOUT_MS = 10_000
+
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS

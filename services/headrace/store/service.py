@@ -26,7 +26,9 @@ from headrace.core.limits import EXPIRY_SCAN_MS, MEMBER_TTL_MS, STOP_GRACE_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import BlockIndex, Membership
 from headrace.store.announce_node import announce_node
+from headrace.store.block_changes import BlockChanges, TellEach
 from headrace.store.cache_admin import CacheAdminOfNode
+from headrace.store.kv_events import KvEvents
 from headrace.store.recover_arena import recover_arena
 from headrace.store.register_blocks import PendingChanges, register_blocks
 from headrace.store.store_node import StoreNode
@@ -67,6 +69,9 @@ class StoreNodeService:
             if value is not None
         }
         self._changes = PendingChanges()
+        self._kv_events = (
+            KvEvents(settings, node_id=self._node_id, clock=clock) if settings.kv_events_endpoint else None
+        )
         self._server = build_server()
         self._health = health.aio.HealthServicer()
         self._background: asyncio.Task[None] | None = None
@@ -82,6 +87,12 @@ class StoreNodeService:
         """The node's books; after `start`."""
         assert self._node is not None, "not started"
         return self._node
+
+    @property
+    def kv_events(self) -> KvEvents:
+        """What followers of this node connect to; only where `kv_events_endpoint` is set."""
+        assert self._kv_events is not None, "no KV events"
+        return self._kv_events
 
     @property
     def record(self) -> StoreNodeRecord:
@@ -109,7 +120,7 @@ class StoreNodeService:
                 arena,
                 node_id=self._node_id,
                 clock=self._clock,
-                changes=self._changes,
+                changes=self._followers(),
                 recovered=recovered,
                 **self._ttls,
             )
@@ -120,6 +131,8 @@ class StoreNodeService:
             admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
             self._serve_metrics()
+            if self._kv_events is not None:
+                self._kv_events.begin(self.node.incarnation)
             await self._server.start()
         except BaseException:
             self._close(remove_arena=False)
@@ -147,7 +160,12 @@ class StoreNodeService:
         assert self._background is not None
         await asyncio.shield(self._background)
 
+    def _followers(self) -> BlockChanges:
+        return self._changes if self._kv_events is None else TellEach(self._changes, self._kv_events.log)
+
     def _close(self, *, remove_arena: bool) -> None:
+        if self._kv_events is not None:
+            self._kv_events.close()
         if self._metrics_server is not None:
             self._metrics_server.close()
         if self._arena is not None:
@@ -159,6 +177,8 @@ class StoreNodeService:
     async def _run_background(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._scan())
+            if self._kv_events is not None:
+                tasks.create_task(self._kv_events.run())
             tasks.create_task(register_blocks(self.node, self._changes, self._index, announce=self._announce))
             tasks.create_task(
                 announce_node(lambda: self.record, self._changes, self._index, self._membership, clock=self._clock)
