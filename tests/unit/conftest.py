@@ -49,6 +49,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     hang_after_tokens: int | None = None
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)  # of each call, in order
+    evictions: list[admin_pb2.EvictRequest] = field(default_factory=list)  # in order
     time_remaining_s: float = 0.0
     hanging: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -189,7 +190,13 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     async def Evict(self, request, context):
         if self.failure is not None:
             await _refuse(context, self.failure)
-        return admin_pb2.EvictReply(reports=[self._evict(holder, request) for holder in self.holder_blocks])
+        self.evictions.append(request)
+        return admin_pb2.EvictReply(
+            reports=[self._evict(holder, request) for holder in self.holder_blocks],
+            lost_tokens=100,
+            tokens_per_s=request.tokens_per_s,
+            tokens_per_s_from="configured" if request.tokens_per_s else "",
+        )
 
     def _evict(self, holder: str, request: admin_pb2.EvictRequest) -> admin_pb2.EvictReport:
         if holder in self.silent_holders:

@@ -1,12 +1,13 @@
 """`headrace cache ...`: look into the cache and evict from it, through the gateway, over every holder."""
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import click
 
 from headrace.admin.connection import address_option, connect
 from headrace.admin.prefix_tree import PrefixRun, build_prefix_runs
-from headrace.admin.selection import selector_options
+from headrace.admin.selection import Size, selector_options
 from headrace.admin.terminal import (
     EXIT_INCOMPLETE,
     human_bytes,
@@ -16,7 +17,7 @@ from headrace.admin.terminal import (
     print_table,
     say,
 )
-from headrace.client import BlockListing, EvictReport, HolderStat, Selector
+from headrace.client import BlockListing, Eviction, EvictReport, HolderStat, Selector
 
 TEXT_CHARS_SHOWN = 60
 
@@ -160,26 +161,79 @@ def _stat_row(stat: HolderStat) -> list[str]:
 @cache.command("evict")
 @selector_options
 @click.option("--all", "everything", is_flag=True, help="Everything. Needed when nothing narrows the eviction.")
+@click.option(
+    "--free",
+    "free_bytes",
+    type=Size(),
+    help="As much as is needed to free this much in each tier of each holder: 2GiB.",
+)
+@click.option(
+    "--tokens-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    default=None,
+    help="How fast prompts are computed, for the seconds lost. Default: as the gateway measured it.",
+)
 @click.option("--yes", is_flag=True, help="Do it. Without this, only say what would go.")
 @address_option
 @json_option
-def evict_cache(*, selector: Selector, everything: bool, yes: bool, address: str, as_json: bool) -> None:
+def evict_cache(
+    *,
+    selector: Selector,
+    everything: bool,
+    free_bytes: int | None,
+    tokens_per_second: float | None,
+    yes: bool,
+    address: str,
+    as_json: bool,
+) -> None:
     """Evict blocks, or (without --yes) say what would go. Options together mean their intersection.
+
+    --free takes the least recently used first. The seconds lost count each token once, and only where no copy stays.
 
     Blocks under a lease are skipped and counted. Exit code 9 says that a holder did not answer: what it holds is
     unknown, and with --yes it was not evicted there.
+
+    \b
+    Examples:
+      headrace cache evict --prefix "You are a helpful" --model qwen
+      headrace cache evict --idle 2h --node host-3 --yes
+      headrace cache evict --free 2GiB --tier host --yes
     """
+    selector = replace(selector, free_bytes=free_bytes)
     if selector.selects_everything and not everything:
-        raise click.UsageError("say what to evict (--prefix, --token-ids, --hash, --model, --idle) or --all")
+        raise click.UsageError("say what to evict (--prefix, --hash, --model, --node, --idle, --free, ...) or --all")
     if everything and not selector.selects_everything:
         raise click.UsageError("--all and a narrower selection contradict each other; leave one out")
     with connect(address) as client:
-        reports = client.evict(selector, dry_run=not yes)
+        eviction = client.price_eviction(selector, dry_run=not yes, tokens_per_s=tokens_per_second or 0.0)
+    reports = eviction.reports
     if as_json:
-        print_json({"dry_run": not yes, "reports": reports, "total": _evict_total(reports)})
+        print_json({"dry_run": not yes, **_eviction_json(eviction), "total": _evict_total(reports)})
     else:
         _print_evict_reports(reports, done=yes)
+        say(_describe_loss(eviction))
     _exit_if_incomplete([(report.holder, report.error) for report in reports if report.error])
+
+
+def _eviction_json(eviction: Eviction) -> dict[str, object]:
+    counts = [field.name for field in fields(EvictReport) if field.name != "block_hashes"]
+    return {
+        "reports": [{name: getattr(report, name) for name in counts} for report in eviction.reports],
+        "lost_tokens": eviction.lost_tokens,
+        "lost_tokens_at_most": eviction.lost_tokens_at_most,
+        "recompute_s": eviction.recompute_s,
+        "tokens_per_s": eviction.tokens_per_s or None,
+        "tokens_per_s_from": eviction.tokens_per_s_from or None,
+    }
+
+
+def _describe_loss(eviction: Eviction) -> str:
+    most = "at most " if eviction.lost_tokens_at_most else ""
+    lost = f"lost: {most}{eviction.lost_tokens:,} tokens of which no copy stays"
+    if eviction.recompute_s is None:
+        return f"{lost}; seconds of recompute not known, no prefill was measured yet (--tokens-per-second says it)"
+    rate = f"{eviction.tokens_per_s:,.0f} tokens/s, {eviction.tokens_per_s_from}"
+    return f"{lost}, {eviction.recompute_s:.1f} s of recompute ({rate})"
 
 
 def _evict_total(reports: Sequence[EvictReport]) -> dict[str, int]:

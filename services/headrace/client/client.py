@@ -28,6 +28,7 @@ from headrace.client.values import (
     BlockListing,
     CacheOptions,
     Event,
+    Eviction,
     GenerateResult,
     Prompt,
     ResultCollector,
@@ -203,8 +204,14 @@ class HeadraceClient:
 
     def evict(self, selector: Selector, *, dry_run: bool = True) -> tuple[EvictReport, ...]:
         """Evict (dry: count) what the selector means, over all holders. A report with an error did not answer."""
-        request = admin_pb2.EvictRequest(selector=messages.selector_message(selector), dry_run=dry_run)
-        return messages.reports_from_message(self._ask(self._admin.Evict, request))
+        return (self.price_eviction(selector, dry_run=dry_run)).reports
+
+    def price_eviction(self, selector: Selector, *, dry_run: bool = True, tokens_per_s: float = 0.0) -> Eviction:
+        """As evict, with what it loses. tokens_per_s: how fast prompts are computed; 0: as the gateway measured it."""
+        request = admin_pb2.EvictRequest(
+            selector=messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
+        )
+        return messages.eviction_from_message(self._ask(self._admin.Evict, request))
 
     def _ask(self, method: Callable[..., Value], request: object) -> Value:
         try:
@@ -345,8 +352,14 @@ class AsyncHeadraceClient:
 
     async def evict(self, selector: Selector, *, dry_run: bool = True) -> tuple[EvictReport, ...]:
         """As HeadraceClient.evict."""
-        request = admin_pb2.EvictRequest(selector=messages.selector_message(selector), dry_run=dry_run)
-        return messages.reports_from_message(await self._ask(self._admin.Evict, request))
+        return (await self.price_eviction(selector, dry_run=dry_run)).reports
+
+    async def price_eviction(self, selector: Selector, *, dry_run: bool = True, tokens_per_s: float = 0.0) -> Eviction:
+        """As HeadraceClient.price_eviction."""
+        request = admin_pb2.EvictRequest(
+            selector=messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
+        )
+        return messages.eviction_from_message(await self._ask(self._admin.Evict, request))
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
         try:

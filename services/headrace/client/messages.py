@@ -9,6 +9,7 @@ from headrace.client.values import (
     CacheOptions,
     Done,
     Event,
+    Eviction,
     Message,
     Prompt,
     Sampling,
@@ -145,6 +146,10 @@ def selector_message(selector: Selector) -> admin_pb2.Selector:
         prefix_text=selector.prefix_text,
         prefix_token_ids=selector.prefix_token_ids,
         idle_for_s=selector.idle_for_s,
+        older_than_s=selector.older_than_s,
+        holders=selector.holders,
+        tier=selector.tier,
+        free_bytes=selector.free_bytes,
     )
 
 
@@ -210,8 +215,20 @@ def reports_from_message(message: admin_pb2.EvictReply) -> tuple[EvictReport, ..
             skipped_leased_blocks=report.skipped_leased_blocks,
             dry_run=report.dry_run,
             error=report.error,
+            block_hashes=tuple(report.block_hashes),
         )
         for report in message.reports
+    )
+
+
+def eviction_from_message(message: admin_pb2.EvictReply) -> Eviction:
+    """Decode what was evicted and what it loses."""
+    return Eviction(
+        reports=reports_from_message(message),
+        lost_tokens=message.lost_tokens,
+        lost_tokens_at_most=message.lost_tokens_at_most,
+        tokens_per_s=message.tokens_per_s,
+        tokens_per_s_from=message.tokens_per_s_from,
     )
 
 

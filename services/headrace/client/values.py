@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.core.block import CacheSource
 from headrace.core.errors import WorkerUnavailable
-from headrace.core.generation import ALL_SOURCES, TokenDelta, Usage
+from headrace.core.generation import ALL_SOURCES, EvictReport, TokenDelta, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,31 @@ class Selector:
     prefix_text: str = ""
     prefix_token_ids: tuple[int, ...] = ()
     idle_for_s: float | None = None
+    older_than_s: float | None = None
+    holders: tuple[str, ...] = ()  # "node:ID", "worker:ID"
+    tier: str = ""
+    free_bytes: int | None = None  # evict only: least recently used first, until a tier of a holder gave this much
 
     @property
     def selects_everything(self) -> bool:
         """Whether nothing narrows it."""
         return self == Selector()
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What an eviction did (dry: would do), and what it loses: distinct tokens of which no copy is left."""
+
+    reports: tuple[EvictReport, ...]
+    lost_tokens: int
+    lost_tokens_at_most: bool  # too many blocks to compare them all: it may be less
+    tokens_per_s: float  # 0: not known
+    tokens_per_s_from: str  # "measured", "configured" or ""
+
+    @property
+    def recompute_s(self) -> float | None:
+        """Seconds to compute the lost tokens again; None when the rate is not known."""
+        return self.lost_tokens / self.tokens_per_s if self.tokens_per_s else None
 
 
 @dataclass(frozen=True, slots=True)

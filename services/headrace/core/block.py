@@ -46,6 +46,7 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 class CacheSource(StrEnum):

@@ -177,6 +177,9 @@ class EvictSelector:
     block_hashes: tuple[bytes, ...] = field(default=())  # each with all its descendants
     prefix_token_ids: tuple[int, ...] = ()  # the prefix's last full block and what follows it; () for no prefix
     idle_for_s: float | None = None  # last used at least this long ago
+    created_before_unix_ms: int | None = None
+    tier: str | None = None
+    free_bytes: int | None = None  # evict only: least recently used first, until a tier of a holder gave this much
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,7 @@ class EvictReport:
     skipped_leased_blocks: int
     dry_run: bool
     error: str = ""  # not empty: this holder did not answer or failed; its counts are unknown
+    block_hashes: tuple[bytes, ...] = ()  # what went, at most EVICT_HASHES_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,12 @@ HEADER_BYTES_MAX = 8_192
 # A stream has one message in flight on the sender's side and a window of about one at the receiver.
 FETCH_CHUNK_BYTES = 2 * 1024 * 1024
 
+# Freed memory that a process with payload streams keeps for the next messages: some eight buffers of FETCH_CHUNK_BYTES
+# for each of a dozen streams at once. Allocations above the second figure still go back to the kernel when they are
+# freed (the most that the C library allows): it is above any message.
+FREED_MEMORY_KEPT_BYTES = 192 * 1024 * 1024
+HEAP_ALLOCATION_BYTES_MAX = 32 * 1024 * 1024
+
 # The largest gRPC message in either direction: a lease reply for 8,192 blocks of 64 tokens is
 # 8,192 x (8,192 header bound) worst case, in practice 8,192 x 450 B = 3.7 MB; 16 MiB leaves room.
 GRPC_MESSAGE_BYTES_MAX = 16 * 1024 * 1024
@@ -179,6 +185,9 @@ ADMIN_CALL_TIMEOUT_MS = 10_000
 # Blocks in one listing; 10,000 entries of about 500 bytes stay under a gRPC message's bound.
 LIST_BLOCKS_MAX = 10_000
 
+# Block hashes named in one report of an eviction: 10,000 of 32 bytes are 320 KB, as many blocks as a listing has.
+EVICT_HASHES_MAX = 10_000
+
 # How often a health watcher is told of a change, at the latest.
 HEALTH_WATCH_MS = 500
 
@@ -318,6 +327,42 @@ KV_EVENTS_REPLAY_POLL_MS = 10
 # line waits no longer for one that hangs. Without its end marker a replay is incomplete and is asked for again.
 KV_EVENTS_REPLAY_TIMEOUT_MS = 10_000
 
+# Segments that a disk tier's bound is cut into: reclaiming one gives up 3 % at a time, and at 1 TB it is 32 GB. A block
+# larger than a segment is not kept: 1.4 MiB fit from 45 MiB of disk on.
+DISK_SEGMENTS = 32
+
+# Blocks that one node keeps on disk: the index of them is in memory, at about 1 KB each, so 128 MB at the bound.
+DISK_BLOCKS_MAX = 131_072
+
+# Bytes of evicted blocks that wait to be written to disk: 64 MiB are 46 blocks of 1.4 MiB, a tenth of a second of a
+# 0.6 GB/s disk. Beyond it a block is dropped: neither writers nor readers wait for the disk.
+DEMOTE_QUEUE_BYTES_MAX = 64 * 1024 * 1024
+
+# How long a lease waits for blocks to come from disk: half of what the whole call may take. At 1 GB/s it is 700 blocks
+# of 1.4 MiB; what has not come by then is computed.
+PROMOTE_TIMEOUT_MS = 1_000
+
+# Bytes read from disk in one step and then copied into the arena on the event loop (8 MiB are 1 ms); one block at least.
+PROMOTE_BATCH_BYTES = 8 * 1024 * 1024
+
+# Threads that read from disk: two overlap one's checking with the other's waiting; with the batch they bound memory.
+DISK_READERS = 2
+
+# After a promotion that ran out of time nobody asks the disk for this long: a disk that hangs costs one reader its
+# PROMOTE_TIMEOUT_MS, not every one.
+DISK_PAUSE_MS = 5_000
+
+# How long an operator's eviction waits for the disk to take what was removed, so that it stays removed after a crash.
+DISK_SETTLE_TIMEOUT_MS = 5_000
+
+# Names of evicted blocks that a policy remembers for each block held, to know one that comes back. 100 bytes a name,
+# against 64 KiB and more for a block: under 1 %. On the public conversation trace 2 to 8 measure alike.
+EVICTION_GHOSTS_PER_BLOCK = 4
+
+# Names in one directory of the adaptive policy. Its four directories cost about 1.5 KB a name, so 384 MB at the bound,
+# which an arena reaches at 94 GB (360 KiB blocks). Beyond it a directory stands for the best part of the arena only.
+EVICTION_DIRECTORY_NAMES_MAX = 262_144
+
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS
@@ -328,3 +373,5 @@ assert FETCH_CHUNK_BYTES * 4 <= GRPC_MESSAGE_BYTES_MAX
 assert LOAD_AHEAD_BYTES_MAX >= 4 * FETCH_CHUNK_BYTES
 assert RELEASE_TIMEOUT_MS < 1_000
 assert PUBLISH_BATCH_BLOCKS <= RESERVE_BLOCKS_MAX
+assert PROMOTE_TIMEOUT_MS < STORE_CALL_TIMEOUT_MS
+assert DISK_SETTLE_TIMEOUT_MS < ADMIN_CALL_TIMEOUT_MS

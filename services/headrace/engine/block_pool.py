@@ -17,7 +17,7 @@ order, and must neither block nor call the pool.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.core.block import BlockHash, Chain, HashedPrompt, NamespaceId, root_hash
 from headrace.core.clock import Clock, SystemClock
@@ -55,14 +55,17 @@ class Selection:
     roots: frozenset[BlockHash] | None = None
     prefix_token_ids: tuple[int, ...] = ()  # the last full block of this prefix is the root, in every namespace
     idle_for_s: float | None = None
+    created_before_unix_ms: int | None = None
+    blocks_max: int | None = None  # evict at most so many, longest unused first
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Counts of an eviction: blocks freed, and blocks selected but kept (held, or parents of a block that stays)."""
+    """What an eviction freed, and how many blocks were selected but kept (held, or parents of a block that stays)."""
 
     num_blocks: int
     num_kept: int
+    block_hashes: Chain = field(default=(), compare=False)  # the freed ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class _Hashed:
     position: int
     token_ids: tuple[int, ...]
     narrowed_from: tuple[NamespaceId, ...]
-    created_s: float
+    created_unix_ms: int
     last_used_s: float
     hits: int = 0
 
@@ -221,7 +224,7 @@ class BlockPool:
                     position=index,
                     token_ids=prompt.block_token_ids(index),
                     narrowed_from=prompt.narrowed_from,
-                    created_s=self._clock.now_s(),
+                    created_unix_ms=self._clock.unix_ms(),
                     last_used_s=self._clock.now_s(),
                 )
                 stored.append(block_hash)
@@ -238,17 +241,20 @@ class BlockPool:
         with self._lock:
             selected = self._select(selection)
             leaving = self._leaving(selected)
+            kept = len(selected) - len(leaving)
+            if selection.blocks_max is not None:  # stable: a parent is used with its child, so children stay first
+                leaving.sort(key=lambda block_hash: self._hashed[self._hash_to_block[block_hash]].last_used_s)
+                leaving = leaving[: selection.blocks_max]
             if not dry_run:
                 for block_hash in leaving:
                     self._forget(self._hash_to_block[block_hash])
-            kept = len(selected) - len(leaving)
         if leaving and not dry_run:
             self._on_freed()
-        return Evicted(num_blocks=len(leaving), num_kept=kept)
+        return Evicted(num_blocks=len(leaving), num_kept=kept, block_hashes=tuple(leaving))
 
     def describe(self, selection: Selection) -> list[PoolBlock]:
         """The selected hashed blocks, held or kept, parents before children."""
-        now_s = self._clock.now_s()
+        now_s, unix_ms = self._clock.now_s(), self._clock.unix_ms()
         with self._lock:
             hashed = [self._hashed[self._hash_to_block[block_hash]] for block_hash in self._select(selection)]
             return [
@@ -260,7 +266,7 @@ class BlockPool:
                     token_ids=each.token_ids,
                     references=self._references[each.block_id],
                     hits=each.hits,
-                    age_s=max(0.0, now_s - each.created_s),
+                    age_s=max(0.0, (unix_ms - each.created_unix_ms) / 1_000),
                     idle_s=0.0 if self._references[each.block_id] else max(0.0, now_s - each.last_used_s),
                 )
                 for each in hashed
@@ -365,6 +371,9 @@ class BlockPool:
                 continue
             held = self._references[hashed.block_id] > 0
             if selection.idle_for_s is not None and (held or now_s - hashed.last_used_s < selection.idle_for_s):
+                continue
+            before = selection.created_before_unix_ms
+            if before is not None and hashed.created_unix_ms > before:
                 continue
             selected.append(block_hash)
         return selected

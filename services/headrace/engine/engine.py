@@ -24,7 +24,7 @@ from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace.core.generation import EvictReport, EvictSelector, SamplingParams
-from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS
+from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, EVICT_HASHES_MAX
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
@@ -182,9 +182,10 @@ class Engine:
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from the pool what nobody uses now. The holder's name is the caller's to fill in."""
-        if selector.model not in (None, self.model.name):
+        selection = pool_selection(selector, self.model.namespace)
+        if selection is None or selector.model not in (None, self.model.name):
             return EvictReport("", 0, 0, 0, 0, dry_run)
-        evicted = self.pool.evict(pool_selection(selector, self.model.namespace.id), dry_run=dry_run)
+        evicted = self.pool.evict(selection, dry_run=dry_run)
         return EvictReport(
             holder="",
             blocks=evicted.num_blocks,
@@ -192,6 +193,7 @@ class Engine:
             bytes=evicted.num_blocks * self.kv.layout.block_bytes,
             skipped_leased_blocks=evicted.num_kept,
             dry_run=dry_run,
+            block_hashes=evicted.block_hashes[:EVICT_HASHES_MAX],
         )
 
     def _submit(

@@ -1,6 +1,6 @@
 """Describe a worker's pool to people: its hashed blocks and its books. Reads the pool, changes nothing."""
 
-from headrace.core.block import BlockHash, KvLayout, NamespaceId, Tier
+from headrace.core.block import BlockHash, KvLayout, Namespace, NamespaceId, Tier
 from headrace.core.generation import BlockInfo, DeviceListing, EvictSelector, HolderStat
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import WorkerRecord
@@ -12,7 +12,8 @@ def list_device(pool: BlockPool, worker: WorkerRecord, selector: EvictSelector, 
 
     A block in use counts as leased: it is found by others and cannot be evicted.
     """
-    described = pool.describe(pool_selection(selector, worker.namespace.id))
+    selection = pool_selection(selector, worker.namespace)
+    described = [] if selection is None else pool.describe(selection)
     described.sort(key=lambda block: (block.namespace, block.position))
     shown = described[: max(0, min(limit, LIST_BLOCKS_MAX))]
     return DeviceListing(
@@ -22,16 +23,22 @@ def list_device(pool: BlockPool, worker: WorkerRecord, selector: EvictSelector, 
     )
 
 
-def pool_selection(selector: EvictSelector, namespace: NamespaceId) -> Selection:
-    """The selector in the pool's words. All blocks of a pool are of its worker's namespace or narrowed from it, so
-    naming that namespace means all of them."""
-    every = selector.namespace is None or selector.namespace == namespace
+def pool_selection(selector: EvictSelector, namespace: Namespace) -> Selection | None:
+    """The selector in the pool's words; None when it means another tier.
+
+    All blocks of a pool are of its worker's namespace or narrowed from it, so naming that namespace means all of them.
+    """
+    if selector.tier not in (None, Tier.DEVICE):
+        return None
+    every = selector.namespace is None or selector.namespace == namespace.id
     roots = frozenset(BlockHash(block_hash) for block_hash in selector.block_hashes)
     return Selection(
         namespace=None if every else NamespaceId(selector.namespace or ""),
         roots=roots or None,
         prefix_token_ids=selector.prefix_token_ids,
         idle_for_s=selector.idle_for_s,
+        created_before_unix_ms=selector.created_before_unix_ms,
+        blocks_max=None if selector.free_bytes is None else -(-selector.free_bytes // namespace.layout.block_bytes),
     )
 
 

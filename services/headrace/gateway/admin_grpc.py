@@ -13,12 +13,14 @@ import grpc
 
 from headrace.core.block import Tier
 from headrace.core.clock import Deadline
-from headrace.core.errors import HeadraceError, IndexUnavailable
+from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
 from headrace.core.generation import DeviceListing, EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.admin_scope import AdminScope, admin_scope
+from headrace.gateway.audit_log import audit
 from headrace.gateway.authenticate import authorization_of
+from headrace.gateway.price_eviction import price_eviction
 from headrace.gateway.refuse_call import RefuseCall
 from headrace.gateway.resolve_selector import resolve_selector
 from headrace.gateway.service import GatewayService
@@ -75,7 +77,14 @@ class CacheAdminRpc:
     async def _list_blocks(self, request: admin_pb2.ListBlocksRequest, scope: AdminScope) -> admin_pb2.ListBlocksReply:
         selectors = await self._resolve(request.selector, scope)
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
-        nodes = await self._service.membership.store_nodes()
+        whole = await self._list_everywhere(selectors, limit=limit, holders=request.selector.holders)
+        await self._name_models(whole, with_text=request.with_text)
+        return whole
+
+    async def _list_everywhere(
+        self, selectors: Sequence[EvictSelector], *, limit: int, holders: Sequence[str] = ()
+    ) -> admin_pb2.ListBlocksReply:
+        nodes, workers = await self._holders(holders)
 
         async def ask(node: StoreNodeRecord) -> admin_pb2.ListBlocksReply:
             merged = admin_pb2.ListBlocksReply()
@@ -90,15 +99,28 @@ class CacheAdminRpc:
             return merged
 
         work = [ask(node) for node in nodes]
-        for worker in self._service.table.records():
+        for worker in workers:
             work.append(self._list_on_worker(worker, self._for_worker(worker, selectors), limit))
         whole = admin_pb2.ListBlocksReply()
         for reply in await _all(work):
             whole.blocks.extend(reply.blocks[: limit - len(whole.blocks)])
             whole.errors.extend(reply.errors)
             whole.total_blocks += reply.total_blocks
-        await self._name_models(whole, with_text=request.with_text)
         return whole
+
+    async def _holders(self, named: Sequence[str]) -> tuple[list[StoreNodeRecord], list[WorkerRecord]]:
+        """The live holders of these names; all of them when none is named. Raises InvalidRequest for an unknown one."""
+        nodes, workers = await self._service.membership.store_nodes(), self._service.table.records()
+        live = [record.holder_id for record in (*nodes, *workers)]
+        unknown = [name for name in named if name not in live]
+        if unknown:
+            raise InvalidRequest(
+                f"no live holder {unknown[0][:80]!r}; live: {', '.join(live) or 'none'}", param="holders"
+            )
+        return (
+            [node for node in nodes if not named or node.holder_id in named],
+            [worker for worker in workers if not named or worker.holder_id in named],
+        )
 
     async def _name_models(self, reply: admin_pb2.ListBlocksReply, *, with_text: bool) -> None:
         """Fill in each block's model and, if asked for, its text. Blocks of a model that no live worker serves keep
@@ -168,13 +190,46 @@ class CacheAdminRpc:
 
     async def _evict(self, request: admin_pb2.EvictRequest, scope: AdminScope) -> admin_pb2.EvictReply:
         selectors = await self._resolve(request.selector, scope)
-        reports = await self._evict_everywhere(selectors, dry_run=request.dry_run)
-        return admin_pb2.EvictReply(reports=[render_evict_report(report) for report in reports])
+        holders = request.selector.holders
+        reports = await self._evict_everywhere(selectors, dry_run=request.dry_run, holders=holders)
+        spaces = dict.fromkeys(EvictSelector(namespace=selector.namespace) for selector in selectors)
+        listing = await self._list_everywhere(tuple(spaces), limit=LIST_BLOCKS_MAX)
+        price = price_eviction(
+            reports,
+            copies=(block.block_hash for block in listing.blocks),
+            copies_are_all=listing.total_blocks == len(listing.blocks) and not listing.errors,
+            dry_run=request.dry_run,
+        )
+        if not request.dry_run:
+            self._audit("evict", request.selector, scope, reports)
+        measured = self._service.prefill_rate.tokens_per_s
+        source = "configured" if request.tokens_per_s > 0 else "measured" if measured else ""
+        return admin_pb2.EvictReply(
+            reports=[render_evict_report(report) for report in reports],
+            lost_tokens=price.lost_tokens,
+            lost_tokens_at_most=price.at_most,
+            tokens_per_s=request.tokens_per_s if source == "configured" else measured,
+            tokens_per_s_from=source,
+        )
 
-    async def _evict_everywhere(self, selectors: Sequence[EvictSelector], *, dry_run: bool) -> list[EvictReport]:
-        nodes = await self._service.membership.store_nodes()
+    def _audit(
+        self, what: str, selector: admin_pb2.Selector, scope: AdminScope, reports: Sequence[EvictReport]
+    ) -> None:
+        asked = {field.name: value for field, value in selector.ListFields() if not field.name.startswith("prefix")}
+        prefix = len(selector.prefix_text) or len(selector.prefix_token_ids)
+        effect = {
+            "blocks": sum(report.blocks for report in reports),
+            "bytes": sum(report.bytes for report in reports),
+            "holders": {report.holder: report.error or report.blocks for report in reports},
+        }
+        audit(scope.tenant.name, what, {**asked, "prefix_length": prefix}, effect)
+
+    async def _evict_everywhere(
+        self, selectors: Sequence[EvictSelector], *, dry_run: bool, holders: Sequence[str] = ()
+    ) -> list[EvictReport]:
+        nodes, workers = await self._holders(holders)
         work = [self._evict_on_node(node, selectors, dry_run) for node in nodes]
-        for worker in self._service.table.records():
+        for worker in workers:
             own = self._for_worker(worker, selectors)
             if own:
                 work.append(self._evict_on_worker(worker, own, dry_run))
@@ -186,7 +241,7 @@ class CacheAdminRpc:
         report = _nothing_evicted(node.holder_id, dry_run)
         try:
             for selector in selectors:
-                asked = admin_pb2.EvictRequest(selector=render_selector(selector), dry_run=dry_run)
+                asked = admin_pb2.EvictRequest(selector=render_selector(_rest(selector, report)), dry_run=dry_run)
                 for part in (await self._stub(node).Evict(asked, timeout=TIMEOUT_S)).reports:
                     report = _add(report, part)
         except grpc.aio.AioRpcError as failed:
@@ -200,7 +255,8 @@ class CacheAdminRpc:
         try:
             async with Deadline.after(TIMEOUT_S, self._service.clock).scope(f"evict on {worker.worker_id}"):
                 for selector in selectors:
-                    report = _add(report, await self._service.calls.evict_device(worker, selector, dry_run=dry_run))
+                    rest = _rest(selector, report)
+                    report = _add(report, await self._service.calls.evict_device(worker, rest, dry_run=dry_run))
         except HeadraceError as error:
             return dataclasses.replace(report, error=message_of(error))
         return report
@@ -226,6 +282,7 @@ class CacheAdminRpc:
             tokenizers=self._service.tokenizers,
             deadline=Deadline.after(TIMEOUT_S, self._service.clock),
             scope=scope,
+            unix_ms=self._service.clock.unix_ms(),
         )
 
     def _stub(self, node: StoreNodeRecord) -> Any:
@@ -248,6 +305,13 @@ def _nothing_evicted(holder: str, dry_run: bool) -> EvictReport:
     return EvictReport(holder=holder, blocks=0, tokens=0, bytes=0, skipped_leased_blocks=0, dry_run=dry_run)
 
 
+def _rest(selector: EvictSelector, report: EvictReport) -> EvictSelector:
+    """The selector with what the holder freed already taken off the size to free."""
+    if selector.free_bytes is None:
+        return selector
+    return dataclasses.replace(selector, free_bytes=max(0, selector.free_bytes - report.bytes))
+
+
 def _add(report: EvictReport, part: Any) -> EvictReport:
     """Add one answer (protobuf or value) of the same holder."""
     return dataclasses.replace(
@@ -257,6 +321,7 @@ def _add(report: EvictReport, part: Any) -> EvictReport:
         bytes=report.bytes + part.bytes,
         skipped_leased_blocks=report.skipped_leased_blocks + part.skipped_leased_blocks,
         error=report.error or part.error,
+        block_hashes=(*report.block_hashes, *part.block_hashes),
     )
 
 

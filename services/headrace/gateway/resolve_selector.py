@@ -1,6 +1,7 @@
 """A person's selector (model, prefix text) becomes selectors that holders understand (namespaces, token ids)."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ async def resolve_selector(
     tokenizers: Tokenizers,
     deadline: Deadline,
     scope: AdminScope,
+    unix_ms: int,
 ) -> tuple[EvictSelector, ...]:
     """One selector per namespace that is meant; together they mean what the person's does, cut to the caller's scope.
 
@@ -37,6 +39,10 @@ async def resolve_selector(
     plain.CopyFrom(selector)
     plain.ClearField("prefix_text")
     plain.ClearField("prefix_token_ids")
+    plain.ClearField("holders")  # whom to ask is the caller's to settle
+    if plain.HasField("older_than_s"):
+        plain.created_before_unix_ms = _before(plain.older_than_s, unix_ms)
+        plain.ClearField("older_than_s")
     wanted = parse_selector(plain)
     if wanted.model is None and prefix is None and scope.sees_all:
         return (wanted,)
@@ -61,6 +67,12 @@ class _Meant:
 
     namespaces: tuple[Namespace, ...]
     model_path: str
+
+
+def _before(older_than_s: float, unix_ms: int) -> int:
+    if not (math.isfinite(older_than_s) and older_than_s >= 0):
+        raise InvalidRequest("older_than_s must be a number of seconds, at least 0", param="older_than_s")
+    return max(0, unix_ms - round(older_than_s * 1_000))
 
 
 def _prefix(selector: admin_pb2.Selector) -> TextPrompt | TokenPrompt | None:

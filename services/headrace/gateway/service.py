@@ -28,6 +28,7 @@ from headrace.core.limits import (
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
 from headrace.core.tenants import KeyRing, Tenant
 from headrace.gateway.authenticate import authenticate
+from headrace.gateway.prefill_rate import PrefillRate, TimedWorkerCalls
 from headrace.gateway.route_request import ChoiceEvent, ChoiceToken, RouteObserver, Router, route_request
 from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
 from headrace.gateway.worker_table import ServedModel, WorkerTable
@@ -83,11 +84,12 @@ class GatewayService:
         self.calls = calls
         self.clock = clock
         self.table = WorkerTable(clock)
+        self.prefill_rate = PrefillRate()
         self.tokenizers = tokenizers or Tokenizers()
         self._observer = observer or Unobserved()
         self._router = Router(
             index=index,
-            calls=calls,
+            calls=TimedWorkerCalls(calls, rate=self.prefill_rate, clock=clock),
             table=self.table,
             rule=RoutingRule(local_prefill_tokens=settings.local_prefill_tokens, load_cap=settings.load_cap),
             observer=self._observer,

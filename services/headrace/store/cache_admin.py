@@ -70,6 +70,7 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
             bytes=sum(report.bytes for report in reports),
             skipped_leased_blocks=sum(report.skipped_leased_blocks for report in reports),
             dry_run=request.dry_run,
+            block_hashes=tuple(block_hash for report in reports for block_hash in report.block_hashes),
         )
         return pb.EvictReply(reports=[render.render_evict_report(total)])
 

@@ -17,6 +17,8 @@ def list_blocks(
     """
     now_s, unix_ms = clock.now_s(), clock.unix_ms()
     selected = [block for block in select_blocks(blocks, selector, now_s=now_s) if block.visible]
+    if selector.tier not in (None, Tier.HOST):
+        return [], 0
     selected.sort(key=lambda block: (block.header.namespace, block.header.position, block.header.created_unix_ms))
     infos = [
         BlockInfo(

@@ -7,6 +7,7 @@ descendants and ordered tail first.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.core.block import Tier
 from headrace.core.generation import EvictSelector
 from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
 
@@ -23,19 +24,27 @@ def plan_eviction(blocks: HeldBlocks, selector: EvictSelector, *, now_s: float) 
     """Select committed blocks, then drop from the plan whatever a leased or reserved descendant stands on.
 
     The selector is an intersection: namespace, any of the hashes with all their descendants, idle for at least so long.
-    A use counts for all blocks before the used one, so an idle block never has a block in use behind it.
-    `selector.model` must have been turned into namespaces by the caller: a node knows no model names.
+    A use counts for all blocks before the used one, so an idle block never has a block in use behind it. `free_bytes`
+    takes the least recently used first, as many as are needed. `selector.model` must have been turned into namespaces
+    by the caller: a node knows no model names.
     """
     assert selector.model is None, "the caller resolves a model to its namespaces"
+    if selector.tier not in (None, Tier.HOST):
+        return EvictionPlan(victims=(), skipped_leased_blocks=0)
     matched = sorted(select_blocks(blocks, selector, now_s=now_s), key=lambda b: -b.header.position)
+    if selector.free_bytes is not None:
+        matched.sort(key=lambda b: b.used_s)  # stable: no block is fresher than its parent, so children stay first
     going: set[int] = set()
-    victims, skipped = [], 0
+    victims, skipped, freed_bytes = [], 0, 0
     for block in matched:  # deepest first: children are decided before their parents
+        if selector.free_bytes is not None and freed_bytes >= selector.free_bytes:
+            break
         if block.state is not SlotState.COMMITTED:
             continue
         if block.leases == 0 and all(id(child) in going for child in block.children.values()):
             going.add(id(block))
             victims.append(block)
+            freed_bytes += block.slot_bytes
         else:
             skipped += 1
     return EvictionPlan(victims=tuple(victims), skipped_leased_blocks=skipped)
@@ -56,6 +65,7 @@ def select_blocks(blocks: HeldBlocks, selector: EvictSelector, *, now_s: float) 
         for block in pool
         if (selector.namespace is None or block.header.is_of(selector.namespace))
         and (selector.idle_for_s is None or now_s - block.used_s >= selector.idle_for_s)
+        and (selector.created_before_unix_ms is None or block.header.created_unix_ms <= selector.created_before_unix_ms)
     ]
 
 

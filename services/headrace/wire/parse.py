@@ -7,7 +7,7 @@ prompt fits a model's context is known only after tokenising and is the gateway'
 import math
 from collections.abc import Sequence
 
-from headrace.core.block import CacheSource
+from headrace.core.block import CacheSource, Tier
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import CacheControl, EvictSelector, WorkerId
 from headrace.core.limits import (
@@ -112,6 +112,10 @@ def parse_selector(selector: admin_pb2.Selector) -> EvictSelector:
     idle_for_s = selector.idle_for_s if selector.HasField("idle_for_s") else None
     if idle_for_s is not None and not (math.isfinite(idle_for_s) and idle_for_s >= 0):
         raise InvalidRequest("idle_for_s must be a number of seconds, at least 0", param="idle_for_s")
+    if selector.HasField("older_than_s") or selector.holders:
+        raise InvalidRequest("older_than_s and holders are the gateway's to resolve; ask it", param="selector")
+    if selector.tier not in ("", *Tier):
+        raise InvalidRequest(f"tier is one of {', '.join(Tier)}, not {selector.tier!r:.40}", param="tier")
     for block_hash in selector.block_hashes:
         if len(block_hash) not in (16, 32):
             raise InvalidRequest("a block hash has 16 or 32 bytes", param="block_hashes")
@@ -121,6 +125,9 @@ def parse_selector(selector: admin_pb2.Selector) -> EvictSelector:
         block_hashes=tuple(selector.block_hashes),
         prefix_token_ids=tuple(selector.prefix_token_ids),
         idle_for_s=idle_for_s,
+        created_before_unix_ms=selector.created_before_unix_ms if selector.HasField("created_before_unix_ms") else None,
+        tier=selector.tier or None,
+        free_bytes=selector.free_bytes if selector.HasField("free_bytes") else None,
     )
 
 

@@ -12,6 +12,7 @@ from headrace.core.generation import (
     Usage,
     WorkerId,
 )
+from headrace.core.limits import EVICT_HASHES_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.wire.v1 import admin_pb2, inference_pb2
 
@@ -70,6 +71,9 @@ def render_selector(selector: EvictSelector) -> admin_pb2.Selector:
         block_hashes=selector.block_hashes,
         prefix_token_ids=selector.prefix_token_ids,
         idle_for_s=selector.idle_for_s,
+        created_before_unix_ms=selector.created_before_unix_ms,
+        tier=selector.tier or "",
+        free_bytes=selector.free_bytes,
     )
 
 
@@ -104,6 +108,7 @@ def render_evict_report(report: EvictReport) -> admin_pb2.EvictReport:
         skipped_leased_blocks=report.skipped_leased_blocks,
         dry_run=report.dry_run,
         error=report.error,
+        block_hashes=report.block_hashes[:EVICT_HASHES_MAX],
     )
 
 

@@ -1,5 +1,6 @@
 """Admin calls over real store nodes and in-process workers: what is reported is what was done, holder by holder."""
 
+import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from store_kit import StoreKit, make_kit
 from tiny_gateway import BLOCK_TOKENS, NODE, TinyGateway, TinyWorker, make_namespace, make_worker_record, tiny_gateway
 
+from headrace.blocks.host_arena import UNIT_BYTES
 from headrace.core.errors import WorkerUnavailable
 from headrace.engine.block_pool import Selection
 from headrace.gateway.serve_grpc import serve_grpc
@@ -185,6 +187,67 @@ async def test_blocks_are_listed_with_model_and_text_up_to_the_limit(model_path)
         assert {block.text for block in listing.blocks} == {"shar", "edhe", "adta"}
 
 
+async def test_an_eviction_by_holder_tier_or_age_leaves_everything_else(model_path):
+    """Fails when one of the selectors is lost on its way, so that an eviction means more than was asked."""
+    async with admin_over(model_path, "n1") as admin:
+        store_text(admin.kits["n1"], "sharedheadtail")
+        keep_on_device(admin.gateway.worker("d0"), "sharedheadtail")
+        assert set(await admin.evict(holders=["worker:d0"], dry_run=True)) == {"worker:d0"}
+        by_tier = await admin.evict(tier="device", dry_run=True)
+        assert (by_tier["node:n1"].blocks, by_tier["worker:d0"].blocks) == (0, 2)
+        assert (await admin.evict(tier="host", holders=["node:n1"], dry_run=True))["node:n1"].blocks == 3
+        listed = await admin.list_blocks(tier="device", holders=["worker:d0", "node:n1"])
+        assert {block.holder for block in listed.blocks} == {"worker:d0"}
+        # The kit's headers say that they were made in 1970; the pool's blocks were made just now.
+        assert (await admin.evict(older_than_s=3_600, holders=["node:n1"], dry_run=True))["node:n1"].blocks == 3
+        assert (await admin.list_blocks(older_than_s=3_600, tier="device")).total_blocks == 0
+
+
+async def test_freeing_a_size_takes_the_least_recently_used_and_no_more_than_needed(model_path):
+    """Fails when the order is another, a block leaves before what stands on it, or several selectors each free all."""
+    async with admin_over(model_path, "n1") as admin:
+        kit = admin.kits["n1"]
+        for text in ("oldoldold123", "newnewnew123"):
+            kit.clock.seconds += 10
+            store_text(kit, text)
+        freed = await admin.evict(free_bytes=2 * UNIT_BYTES - 1, holders=["node:n1"])
+        assert freed["node:n1"].blocks == 2
+        left = await admin.list_blocks(with_text=True, tier="host")
+        assert [block.text for block in left.blocks] == ["oldo", "newn", "ewne", "w123"]
+
+
+async def test_the_price_counts_each_token_once_and_only_where_no_copy_stays(model_path):
+    """Fails when copies are counted as losses, or a loss is hidden because a copy was there before."""
+    async with admin_over(model_path, "n1") as admin:
+        store_text(admin.kits["n1"], "sharedheadtail")
+        keep_on_device(admin.gateway.worker("d0"), "sharedhead")
+
+        async def price(**request):
+            return await admin.stub.Evict(admin_pb2.EvictRequest(**request))
+
+        on_node = await price(selector={"holders": ["node:n1"]}, dry_run=True)
+        assert (on_node.lost_tokens, on_node.lost_tokens_at_most) == (BLOCK_TOKENS, False)
+        assert (on_node.tokens_per_s, on_node.tokens_per_s_from) == (0.0, "")
+        admin.gateway.service.prefill_rate.add(tokens=400, seconds=2)
+        assert (await price(selector={}, dry_run=True)).tokens_per_s_from == "measured"
+        done = await price(selector={"holders": ["node:n1"]}, tokens_per_s=8)
+        assert (done.lost_tokens, done.tokens_per_s, done.tokens_per_s_from) == (BLOCK_TOKENS, 8.0, "configured")
+
+
+async def test_an_eviction_leaves_one_audit_line_and_a_dry_run_none(model_path, caplog):
+    """Fails when a change goes unrecorded, or the line shows what a prompt said."""
+    caplog.set_level("INFO", "headrace.audit")
+    async with admin_over(model_path, "n1") as admin:
+        store_text(admin.kits["n1"], "sharedheadtail")
+        await admin.evict(prefix_text="sharedhead", dry_run=True)
+        assert not [r for r in caplog.records if r.name == "headrace.audit"]
+        await admin.evict(prefix_text="sharedhead", holders=["node:n1"])
+        (line,) = [json.loads(r.getMessage()) for r in caplog.records if r.name == "headrace.audit"]
+        assert (line["who"], line["what"], line["asked"]["prefix_length"]) == ("default", "evict", 10)
+        assert (line["effect"]["blocks"], line["effect"]["holders"]) == (2, {"node:n1": 2})
+        assert "sharedhead" not in json.dumps(line)
+
+
 @pytest.mark.parametrize(
     ("selector", "code", "words"),
     [
@@ -194,6 +257,9 @@ async def test_blocks_are_listed_with_model_and_text_up_to_the_limit(model_path)
         ({"prefix_text": "abcd", "block_hashes": [b"x" * 16]}, grpc.StatusCode.INVALID_ARGUMENT, "not both"),
         ({"model": "other"}, grpc.StatusCode.NOT_FOUND, "served: tiny"),
         ({"model": "tiny", "namespace": "ff" * 16}, grpc.StatusCode.INVALID_ARGUMENT, "no live worker"),
+        ({"holders": ["node:nowhere"]}, grpc.StatusCode.INVALID_ARGUMENT, "live: node:n0, worker:d0"),
+        ({"tier": "moon"}, grpc.StatusCode.INVALID_ARGUMENT, "device, host"),
+        ({"older_than_s": -1.0}, grpc.StatusCode.INVALID_ARGUMENT, "at least 0"),
         ({"block_hashes": [b"x"]}, grpc.StatusCode.INVALID_ARGUMENT, "16 or 32 bytes"),
     ],
 )

@@ -151,6 +151,24 @@ def test_the_address_of_the_local_system_is_found_in_its_state_file(run, small_g
     assert run("models").exit_code == 6
 
 
+def test_every_selector_of_an_eviction_reaches_the_gateway_as_it_was_given(run, small_gateway):
+    """Fails when an option is lost: the eviction would mean more than was asked."""
+    options = ["--node", "n1", "--worker", "worker:w", "--tier", "host", "--older-than", "2h", "--free", "1.5GiB"]
+    done = run("cache", "evict", *options, "--tokens-per-second", "50", "--json")
+    assert done.exit_code == 0
+    sent = small_gateway.evictions[-1]
+    assert (list(sent.selector.holders), sent.selector.tier) == (["node:n1", "worker:w"], "host")
+    assert (sent.selector.older_than_s, sent.selector.free_bytes) == (7_200.0, 3 << 29)
+    assert (sent.tokens_per_s, sent.dry_run) == (50.0, True)
+    found = json.loads(done.stdout)
+    assert (found["lost_tokens"], found["recompute_s"], found["tokens_per_s_from"]) == (100, 2.0, "configured")
+    assert (
+        "2.0 s of recompute (50 tokens/s, configured)"
+        in run("cache", "evict", *options, "--tokens-per-second", "50").stderr
+    )
+    assert run("cache", "evict", "--free", "many").exit_code == 2
+
+
 @pytest.mark.parametrize("name", ["up", "down", "status", "generate", "chat", "verify", "demo", "models"])
 def test_every_command_offers_json(run, name):
     assert "--json" in run(name, "--help").stdout
@@ -241,7 +259,7 @@ def test_evicting_is_a_dry_run_that_counts_blocks_tokens_and_bytes_per_holder(ru
         (["--model", "another"], {"aaaa", "bbbb", "cccc", "zzzz"}),
         (["--model", "echo-1"], set()),
         (["--idle", "10m"], {"aaaa", "bbbb", "cccc"}),
-        (["--age", "10m", "--prefix", "aaaa"], {"aaaa", "bbbb", "cccc", "zzzz"}),
+        (["--idle", "10m", "--prefix", "aaaa"], {"aaaa", "bbbb", "cccc", "zzzz"}),
     ],
     ids=["prefix", "token ids", "other model", "model", "idle", "intersection"],
 )

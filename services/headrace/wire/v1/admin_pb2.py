@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17headrace/v1/admin.proto\x12\x0bheadrace.v1\"\x99\x01\n\x08Selector\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x13\n\x0bprefix_text\x18\x04 \x01(\t\x12\x18\n\x10prefix_token_ids\x18\x05 \x03(\r\x12\x17\n\nidle_for_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_idle_for_s\"^\n\x11ListBlocksRequest\x12\'\n\x08selector\x18\x01 \x01(\x0b\x32\x15.headrace.v1.Selector\x12\x11\n\twith_text\x18\x02 \x01(\x08\x12\r\n\x05limit\x18\x03 \x01(\r\"z\n\x0fListBlocksReply\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.headrace.v1.BlockEntry\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12(\n\x06\x65rrors\x18\x03 \x03(\x0b\x32\x18.headrace.v1.HolderError\"\x8c\x02\n\nBlockEntry\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x04 \x01(\x0c\x12\x10\n\x08position\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0e\n\x06holder\x18\x08 \x01(\t\x12\x0c\n\x04tier\x18\t \x01(\t\x12\x0c\n\x04hits\x18\n \x01(\x04\x12\r\n\x05\x61ge_s\x18\x0b \x01(\x01\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x0e\n\x06leases\x18\r \x01(\r\x12\x0c\n\x04text\x18\x0e \x01(\t\x12\x16\n\x0e\x62\x61se_namespace\x18\x0f \x01(\t\",\n\x0bHolderError\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\r\n\x0bStatRequest\"5\n\tStatReply\x12(\n\x07holders\x18\x01 \x03(\x0b\x32\x17.headrace.v1.HolderStat\"\x9d\x02\n\nHolderStat\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\x04\x12\x18\n\x10\x63ommitted_blocks\x18\x06 \x01(\x04\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\x04\x12\x15\n\rleased_blocks\x18\x08 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x16\n\x0elookups_tokens\x18\n \x01(\x04\x12\x13\n\x0bhits_tokens\x18\x0b \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x0c \x01(\x04\x12\r\n\x05\x65rror\x18\r \x01(\t\"H\n\x0c\x45victRequest\x12\'\n\x08selector\x18\x01 \x01(\x0b\x32\x15.headrace.v1.Selector\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"7\n\nEvictReply\x12)\n\x07reports\x18\x01 \x03(\x0b\x32\x18.headrace.v1.EvictReport\"\x8b\x01\n\x0b\x45victReport\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x1d\n\x15skipped_leased_blocks\x18\x05 \x01(\x04\x12\x0f\n\x07\x64ry_run\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\x0f\n\rStatusRequest\"\x85\x01\n\x0bStatusReply\x12\x31\n\x0bstore_nodes\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.StoreNodeStatus\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.headrace.v1.WorkerStatus\x12\x17\n\x0findex_available\x18\x03 \x01(\x08\"y\n\x0fStoreNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x14\n\x0cmetrics_port\x18\x06 \x01(\r\"\xfe\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x12\n\nstore_node\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tnamespace\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\n \x01(\r\x12\x13\n\x0bpool_blocks\x18\x0b \x01(\r\x12\x1a\n\x12\x63ontext_tokens_max\x18\x0c \x01(\r\x12\x14\n\x0cmetrics_port\x18\r \x01(\r2\x8f\x02\n\nCacheAdmin\x12J\n\nListBlocks\x12\x1e.headrace.v1.ListBlocksRequest\x1a\x1c.headrace.v1.ListBlocksReply\x12\x38\n\x04Stat\x12\x18.headrace.v1.StatRequest\x1a\x16.headrace.v1.StatReply\x12;\n\x05\x45vict\x12\x19.headrace.v1.EvictRequest\x1a\x17.headrace.v1.EvictReply\x12>\n\x06Status\x12\x1a.headrace.v1.StatusRequest\x1a\x18.headrace.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17headrace/v1/admin.proto\x12\x0bheadrace.v1\"\xcc\x02\n\x08Selector\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x13\n\x0bprefix_text\x18\x04 \x01(\t\x12\x18\n\x10prefix_token_ids\x18\x05 \x03(\r\x12\x17\n\nidle_for_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0colder_than_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12#\n\x16\x63reated_before_unix_ms\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x0f\n\x07holders\x18\t \x03(\t\x12\x0c\n\x04tier\x18\n \x01(\t\x12\x17\n\nfree_bytes\x18\x0b \x01(\x04H\x03\x88\x01\x01\x42\r\n\x0b_idle_for_sB\x0f\n\r_older_than_sB\x19\n\x17_created_before_unix_msB\r\n\x0b_free_bytes\"^\n\x11ListBlocksRequest\x12\'\n\x08selector\x18\x01 \x01(\x0b\x32\x15.headrace.v1.Selector\x12\x11\n\twith_text\x18\x02 \x01(\x08\x12\r\n\x05limit\x18\x03 \x01(\r\"z\n\x0fListBlocksReply\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.headrace.v1.BlockEntry\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12(\n\x06\x65rrors\x18\x03 \x03(\x0b\x32\x18.headrace.v1.HolderError\"\x8c\x02\n\nBlockEntry\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x04 \x01(\x0c\x12\x10\n\x08position\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0e\n\x06holder\x18\x08 \x01(\t\x12\x0c\n\x04tier\x18\t \x01(\t\x12\x0c\n\x04hits\x18\n \x01(\x04\x12\r\n\x05\x61ge_s\x18\x0b \x01(\x01\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x0e\n\x06leases\x18\r \x01(\r\x12\x0c\n\x04text\x18\x0e \x01(\t\x12\x16\n\x0e\x62\x61se_namespace\x18\x0f \x01(\t\",\n\x0bHolderError\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\r\n\x0bStatRequest\"5\n\tStatReply\x12(\n\x07holders\x18\x01 \x03(\x0b\x32\x17.headrace.v1.HolderStat\"\x9d\x02\n\nHolderStat\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\x04\x12\x18\n\x10\x63ommitted_blocks\x18\x06 \x01(\x04\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\x04\x12\x15\n\rleased_blocks\x18\x08 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\x04\x12\x16\n\x0elookups_tokens\x18\n \x01(\x04\x12\x13\n\x0bhits_tokens\x18\x0b \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x0c \x01(\x04\x12\r\n\x05\x65rror\x18\r \x01(\t\"^\n\x0c\x45victRequest\x12\'\n\x08selector\x18\x01 \x01(\x0b\x32\x15.headrace.v1.Selector\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x12\x14\n\x0ctokens_per_s\x18\x03 \x01(\x01\"\x9a\x01\n\nEvictReply\x12)\n\x07reports\x18\x01 \x03(\x0b\x32\x18.headrace.v1.EvictReport\x12\x13\n\x0blost_tokens\x18\x02 \x01(\x04\x12\x1b\n\x13lost_tokens_at_most\x18\x03 \x01(\x08\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_s_from\x18\x05 \x01(\t\"\xa1\x01\n\x0b\x45victReport\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x1d\n\x15skipped_leased_blocks\x18\x05 \x01(\x04\x12\x0f\n\x07\x64ry_run\x18\x06 \x01(\x08\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x08 \x03(\x0c\"\x0f\n\rStatusRequest\"\x85\x01\n\x0bStatusReply\x12\x31\n\x0bstore_nodes\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.StoreNodeStatus\x12*\n\x07workers\x18\x02 \x03(\x0b\x32\x19.headrace.v1.WorkerStatus\x12\x17\n\x0findex_available\x18\x03 \x01(\x08\"y\n\x0fStoreNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x14\n\x0cmetrics_port\x18\x06 \x01(\r\"\xfe\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x12\n\nstore_node\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tnamespace\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\n \x01(\r\x12\x13\n\x0bpool_blocks\x18\x0b \x01(\r\x12\x1a\n\x12\x63ontext_tokens_max\x18\x0c \x01(\r\x12\x14\n\x0cmetrics_port\x18\r \x01(\r2\x8f\x02\n\nCacheAdmin\x12J\n\nListBlocks\x12\x1e.headrace.v1.ListBlocksRequest\x1a\x1c.headrace.v1.ListBlocksReply\x12\x38\n\x04Stat\x12\x18.headrace.v1.StatRequest\x1a\x16.headrace.v1.StatReply\x12;\n\x05\x45vict\x12\x19.headrace.v1.EvictRequest\x1a\x17.headrace.v1.EvictReply\x12>\n\x06Status\x12\x1a.headrace.v1.StatusRequest\x1a\x18.headrace.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,35 +32,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.wire.v1.admin_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SELECTOR']._serialized_start=41
-  _globals['_SELECTOR']._serialized_end=194
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=196
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=290
-  _globals['_LISTBLOCKSREPLY']._serialized_start=292
-  _globals['_LISTBLOCKSREPLY']._serialized_end=414
-  _globals['_BLOCKENTRY']._serialized_start=417
-  _globals['_BLOCKENTRY']._serialized_end=685
-  _globals['_HOLDERERROR']._serialized_start=687
-  _globals['_HOLDERERROR']._serialized_end=731
-  _globals['_STATREQUEST']._serialized_start=733
-  _globals['_STATREQUEST']._serialized_end=746
-  _globals['_STATREPLY']._serialized_start=748
-  _globals['_STATREPLY']._serialized_end=801
-  _globals['_HOLDERSTAT']._serialized_start=804
-  _globals['_HOLDERSTAT']._serialized_end=1089
-  _globals['_EVICTREQUEST']._serialized_start=1091
-  _globals['_EVICTREQUEST']._serialized_end=1163
-  _globals['_EVICTREPLY']._serialized_start=1165
-  _globals['_EVICTREPLY']._serialized_end=1220
-  _globals['_EVICTREPORT']._serialized_start=1223
-  _globals['_EVICTREPORT']._serialized_end=1362
-  _globals['_STATUSREQUEST']._serialized_start=1364
-  _globals['_STATUSREQUEST']._serialized_end=1379
-  _globals['_STATUSREPLY']._serialized_start=1382
-  _globals['_STATUSREPLY']._serialized_end=1515
-  _globals['_STORENODESTATUS']._serialized_start=1517
-  _globals['_STORENODESTATUS']._serialized_end=1638
-  _globals['_WORKERSTATUS']._serialized_start=1641
-  _globals['_WORKERSTATUS']._serialized_end=1895
-  _globals['_CACHEADMIN']._serialized_start=1898
-  _globals['_CACHEADMIN']._serialized_end=2169
+  _globals['_SELECTOR']._serialized_end=373
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=375
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=469
+  _globals['_LISTBLOCKSREPLY']._serialized_start=471
+  _globals['_LISTBLOCKSREPLY']._serialized_end=593
+  _globals['_BLOCKENTRY']._serialized_start=596
+  _globals['_BLOCKENTRY']._serialized_end=864
+  _globals['_HOLDERERROR']._serialized_start=866
+  _globals['_HOLDERERROR']._serialized_end=910
+  _globals['_STATREQUEST']._serialized_start=912
+  _globals['_STATREQUEST']._serialized_end=925
+  _globals['_STATREPLY']._serialized_start=927
+  _globals['_STATREPLY']._serialized_end=980
+  _globals['_HOLDERSTAT']._serialized_start=983
+  _globals['_HOLDERSTAT']._serialized_end=1268
+  _globals['_EVICTREQUEST']._serialized_start=1270
+  _globals['_EVICTREQUEST']._serialized_end=1364
+  _globals['_EVICTREPLY']._serialized_start=1367
+  _globals['_EVICTREPLY']._serialized_end=1521
+  _globals['_EVICTREPORT']._serialized_start=1524
+  _globals['_EVICTREPORT']._serialized_end=1685
+  _globals['_STATUSREQUEST']._serialized_start=1687
+  _globals['_STATUSREQUEST']._serialized_end=1702
+  _globals['_STATUSREPLY']._serialized_start=1705
+  _globals['_STATUSREPLY']._serialized_end=1838
+  _globals['_STORENODESTATUS']._serialized_start=1840
+  _globals['_STORENODESTATUS']._serialized_end=1961
+  _globals['_WORKERSTATUS']._serialized_start=1964
+  _globals['_WORKERSTATUS']._serialized_end=2218
+  _globals['_CACHEADMIN']._serialized_start=2221
+  _globals['_CACHEADMIN']._serialized_end=2492
 # @@protoc_insertion_point(module_scope)

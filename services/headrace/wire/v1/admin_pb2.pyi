@@ -7,20 +7,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Selector(_message.Message):
-    __slots__ = ("model", "namespace", "block_hashes", "prefix_text", "prefix_token_ids", "idle_for_s")
+    __slots__ = ("model", "namespace", "block_hashes", "prefix_text", "prefix_token_ids", "idle_for_s", "older_than_s", "created_before_unix_ms", "holders", "tier", "free_bytes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TEXT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IDLE_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    OLDER_THAN_S_FIELD_NUMBER: _ClassVar[int]
+    CREATED_BEFORE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     model: str
     namespace: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     prefix_text: str
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
     idle_for_s: float
-    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., prefix_text: _Optional[str] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., idle_for_s: _Optional[float] = ...) -> None: ...
+    older_than_s: float
+    created_before_unix_ms: int
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    tier: str
+    free_bytes: int
+    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., prefix_text: _Optional[str] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., idle_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., created_before_unix_ms: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
     __slots__ = ("selector", "with_text", "limit")
@@ -125,21 +135,31 @@ class HolderStat(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., incarnation: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hits_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("selector", "dry_run")
+    __slots__ = ("selector", "dry_run", "tokens_per_s")
     SELECTOR_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     selector: Selector
     dry_run: bool
-    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    tokens_per_s: float
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., dry_run: _Optional[bool] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("reports",)
+    __slots__ = ("reports", "lost_tokens", "lost_tokens_at_most", "tokens_per_s", "tokens_per_s_from")
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_AT_MOST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FROM_FIELD_NUMBER: _ClassVar[int]
     reports: _containers.RepeatedCompositeFieldContainer[EvictReport]
-    def __init__(self, reports: _Optional[_Iterable[_Union[EvictReport, _Mapping]]] = ...) -> None: ...
+    lost_tokens: int
+    lost_tokens_at_most: bool
+    tokens_per_s: float
+    tokens_per_s_from: str
+    def __init__(self, reports: _Optional[_Iterable[_Union[EvictReport, _Mapping]]] = ..., lost_tokens: _Optional[int] = ..., lost_tokens_at_most: _Optional[bool] = ..., tokens_per_s: _Optional[float] = ..., tokens_per_s_from: _Optional[str] = ...) -> None: ...
 
 class EvictReport(_message.Message):
-    __slots__ = ("holder", "blocks", "tokens", "bytes", "skipped_leased_blocks", "dry_run", "error")
+    __slots__ = ("holder", "blocks", "tokens", "bytes", "skipped_leased_blocks", "dry_run", "error", "block_hashes")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +167,7 @@ class EvictReport(_message.Message):
     SKIPPED_LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     holder: str
     blocks: int
     tokens: int
@@ -154,7 +175,8 @@ class EvictReport(_message.Message):
     skipped_leased_blocks: int
     dry_run: bool
     error: str
-    def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased_blocks: _Optional[int] = ..., dry_run: _Optional[bool] = ..., error: _Optional[str] = ...) -> None: ...
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased_blocks: _Optional[int] = ..., dry_run: _Optional[bool] = ..., error: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
