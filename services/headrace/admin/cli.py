@@ -7,6 +7,7 @@ from headrace.admin.bench_commands import bench
 from headrace.admin.cache_commands import cache
 from headrace.admin.chat import chat
 from headrace.admin.config_commands import config
+from headrace.admin.event_commands import events
 from headrace.admin.inference_commands import generate, models
 from headrace.admin.system_commands import demo, down, status, store_node, up, verify
 from headrace.admin.tenant_commands import tenants
@@ -21,6 +22,7 @@ def main() -> None:
 
 for command in (up, down, status, models, generate, chat, cache, verify, demo, bench, store_node, config, tenants):
     main.add_command(command)
+cache.add_command(events)
 
 if __name__ == "__main__":
     main()
