@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny_model import make_tiny_model
 from headrace_cluster.demo import PATHS, TEXT_FILE
 from headrace_cluster.local_instance import processes_of, read_state
 
+README = Path(__file__).parents[2] / "README.md"
 HEADRACE = Path(sys.executable).with_name("headrace")
 # A tiny vocabulary cuts the demo's text into a few thousand tokens, as a real one does.
 SETTINGS = {
@@ -95,6 +97,23 @@ def test_what_the_demo_left_up_chats_lists_and_evicts(headrace):
     evicted = json.loads(headrace("cache", "evict", "--all", "--yes", "--json").stdout)
     assert evicted["total"]["tokens"] >= 3_000
     assert json.loads(headrace("cache", "ls", "--json").stdout)["prefixes"] == []
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["openai", "grpc"])
+def test_the_python_in_the_readme_runs_as_it_is_printed(headrace, number):
+    """Fails when a name or an argument of the client changes and the README does not. Only the addresses and the model
+    are put in."""
+    state = read_state(headrace.folder / "state")
+    snippet = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[number]
+    for printed, here in (
+        ("http://127.0.0.1:8000", state.http_url),
+        ("127.0.0.1:9000", state.grpc_target),
+        ("smollm2-135m-instruct", "tiny-llama"),
+    ):
+        snippet = snippet.replace(printed, here)
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_down_leaves_nothing_of_it(headrace):

@@ -12,19 +12,16 @@ def plot_report(report: VerifyReport, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     figure, (first, speed, memory) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     paths = list(report.runs)
     times_ms = [report.runs[name][0].ttft_ms for name in paths]
     bars = first.barh([name.replace("_", " ") for name in paths], times_ms, color="#3a6ea5")
     first.bar_label(bars, labels=[f"{value:,.0f} ms" for value in times_ms], padding=3)
-    first.set(xscale="log", xlabel="ms (log)", title=f"First token, prompt of {report.runs['cold'][0].prompt_tokens:,}")
-    first.xaxis.set_major_formatter(ScalarFormatter())
-    first.xaxis.set_minor_formatter(NullFormatter())
+    first.set(xlabel="ms", title=f"Time to first token, prompt of {report.runs['cold'][0].prompt_tokens:,} tokens")
     first.invert_yaxis()
-    # Room for the label of the longest bar, which stands behind it; the axis is logarithmic, so a factor it is.
-    first.set_xlim(min(times_ms) / 1.5, max(times_ms) * 2.5)
+    # Linear from 0, so that lengths compare as times do; with room for the label behind the longest bar.
+    first.set_xlim(0, max(times_ms) * 1.3)
     growth = report.kv_cache.growth
     text = [row.text_tokens for row in growth]
     speed.plot(text, [row.with_cache_tokens_per_s for row in growth], marker="o", label="with KV cache")
