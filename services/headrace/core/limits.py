@@ -290,7 +290,7 @@ API_KEYS_MAX = 1_024
 TENANTS_FILE_BYTES_MAX = 1024 * 1024
 
 # Tokens of the blocks in one batch of KV events, after which it is closed: at most 2,048 x 5 bytes of token ids and,
-# with blocks of one token, 2,048 x 9 bytes of hashes: under 32 KiB, plus one block. 64-token blocks: 32 of them, 7 KB.
+# with blocks of one token, 2,048 x 9 bytes of hashes: under 32 KiB, plus one block. 64-token blocks: 32 of them, 11 KB.
 KV_EVENTS_BATCH_TOKENS = 2_048
 
 # Batches of KV events kept for replay (vLLM's default too), and their bytes: a batch is one turn of the event loop, so
@@ -303,8 +303,8 @@ KV_EVENTS_KEPT_BYTES_MAX = 32 * 1024 * 1024
 # can count with.
 KV_EVENTS_SEQUENCE_STRIDE = 1_024
 
-# Batches queued for one subscriber that does not read; beyond, it loses messages and replays. Usually 300 bytes each
-# (0.6 MB), at the bound of a batch 64 MiB, until the heartbeat finds that it is gone.
+# Batches queued for one subscriber that does not read; beyond, it loses messages and replays. Usually 350 bytes each
+# (0.7 MB), at the bound of a batch 64 MiB, until the heartbeat finds that it is gone.
 KV_EVENTS_SUBSCRIBER_BATCHES_MAX = 2_048
 
 # How often a silent subscriber is asked for a sign of life; after three times that it is cut off and its queue freed.
@@ -323,7 +323,7 @@ KV_EVENTS_REPLAY_AHEAD_BATCHES = 64
 # How often an asker whose queue is full is looked at: 64 batches each time are 6,400 a second, a full buffer in 2 s.
 KV_EVENTS_REPLAY_POLL_MS = 10
 
-# One replay: a snapshot of 100,000 blocks is 20 MB, a second of encoding; 10 s covers a slow asker, and the next in
+# One replay: a snapshot of 100,000 blocks is 35 MB, a second of encoding; 10 s covers a slow asker, and the next in
 # line waits no longer for one that hangs. Without its end marker a replay is incomplete and is asked for again.
 KV_EVENTS_REPLAY_TIMEOUT_MS = 10_000
 
