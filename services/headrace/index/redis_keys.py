@@ -4,6 +4,7 @@
     hr1:{<namespace>}:e:<holder id>               stream   the holder's changes, capped; see below
     hr1:{members}:ids                             set      holder ids that were ever announced
     hr1:{members}:m:<holder id>                   string   "<incarnation>:<record in msgpack>", with a TTL
+    hr1:{members}:p:<reader>                      string   empty, with a TTL: a reader's mark, see `redis_membership`
 
 `hr1` is the version of all of this: another layout takes another prefix, so that what does not parse under this one is
 junk and may be dropped. The braces are Redis Cluster's hash tag: whatever one script touches lies in one slot. Scripts
@@ -29,6 +30,7 @@ _HASH_BYTES = (16, 32)
 ALL_KEYS_PATTERN = _PREFIX + b"*"
 MEMBER_IDS_KEY = _PREFIX + b"{members}:ids"
 MEMBER_KEY_PREFIX = _PREFIX + b"{members}:m:"
+_MARK_KEY_PREFIX = _PREFIX + b"{members}:p:"
 
 INCARNATION_DIGITS = 20
 
@@ -48,6 +50,11 @@ def events_key(namespace: NamespaceId, holder: HolderId) -> bytes:
 def member_key(holder: HolderId) -> bytes:
     """The liveness record of one holder."""
     return MEMBER_KEY_PREFIX + holder.encode()
+
+
+def mark_key(reader: str) -> bytes:
+    """The mark of one reader of the members."""
+    return _MARK_KEY_PREFIX + reader.encode()
 
 
 @dataclass(frozen=True, slots=True)

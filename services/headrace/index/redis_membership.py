@@ -1,24 +1,36 @@
-"""Who is alive, in Redis: implements `Membership`. The layout is in `redis_keys`, the races in `scripts/*.lua`."""
+"""Who is alive, in Redis: implements `Membership`. The layout is in `redis_keys`, the races in `scripts/*.lua`.
 
+A missing record says that its member is dead only when Redis would have it otherwise. A Redis that came back empty, was
+flushed, evicts records or takes no writes (a replica after a failover) lacks the living too. So every reader leaves a
+mark of its own, under the members' TTL. While the mark cannot be left, and for one TTL after it was lost (the living
+announce themselves again meanwhile), a listing that lacks somebody is IndexUnavailable: the caller keeps what it knew.
+"""
+
+import secrets
 from collections.abc import Sequence
+
+from redis.exceptions import ReadOnlyError, ResponseError
 
 from headrace.core.block import HolderId
 from headrace.core.clock import Clock, SystemClock
+from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import (
     FORGET_MEMBERS_PER_ANNOUNCE,
     MEMBER_RECORD_BYTES_MAX,
+    MEMBER_TTL_MS,
     MEMBERS_MAX,
     MEMBERSHIP_CONNECTIONS_MAX,
 )
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.index.junk_count import JunkCount
 from headrace.index.member_records import JunkRecord, decode_record, encode_record
-from headrace.index.redis_connections import RedisConnections, Script
+from headrace.index.redis_connections import RedisCall, RedisConnections, Script
 from headrace.index.redis_keys import (
     INCARNATION_DIGITS,
     MEMBER_IDS_KEY,
     MEMBER_KEY_PREFIX,
     incarnation_text,
+    mark_key,
     member_key,
     parse_incarnation,
 )
@@ -26,16 +38,21 @@ from headrace.index.redis_keys import (
 _ANNOUNCE = Script("announce")
 _WITHDRAW = Script("withdraw")
 _READ_MEMBERS = Script("read_members")
+_PROBE = Script("probe")
 
 
 class RedisMembership:
     """Records under a TTL in Redis. One instance per event loop; connects when first used."""
 
     def __init__(self, redis_url: str, *, clock: Clock | None = None) -> None:
-        clock = clock or SystemClock()
+        self._clock = clock = clock or SystemClock()
         self._redis = RedisConnections(redis_url, connections_max=MEMBERSHIP_CONNECTIONS_MAX, clock=clock)
         self._junk = JunkCount(clock)
         self._unconfirmed: set[HolderId] = set()  # own records of which the last announcement's outcome is not known
+        self._mark = mark_key(secrets.token_hex(8))
+        self._listed: frozenset[HolderId] = frozenset()  # whom the last listing that was believed named
+        self._asked_s: float | None = None  # when members were last asked for, answered or not
+        self._mark_lost_s: float | None = None  # when the mark was last found missing, or could not be left
 
     @property
     def junk_records(self) -> int:
@@ -85,15 +102,47 @@ class RedisMembership:
         await self._redis.close()
 
     async def _read(self) -> list[StoreNodeRecord | WorkerRecord]:
+        had_mark = self._keeps_mark()
         async with self._redis.call() as redis:
+            refusal = await self._leave_mark(redis, had_mark=had_mark)
             junk, *pairs = await redis.run_script(
                 _READ_MEMBERS,
                 keys=[MEMBER_IDS_KEY],
                 arguments=[MEMBER_KEY_PREFIX, MEMBERS_MAX, MEMBER_RECORD_BYTES_MAX],
             )
+        if isinstance(refusal, ReadOnlyError):
+            await self._redis.close()  # there was a failover: new connections may find the new primary
         records = _parse_members(pairs)
         self._junk.add(junk + len(pairs) // 2 - len(records), "member records")
+        named = frozenset(record.holder_id for record in records)
+        if (missing := self._listed - named) and self._lost_lately():
+            why = f"refuses writes ({refusal})" if refusal else "has lost records lately"
+            raise IndexUnavailable(f"Redis {why}, so {len(missing)} missing members are not taken for dead")
+        self._listed = named
         return sorted(records, key=lambda record: record.holder_id)
+
+    def _keeps_mark(self) -> bool:
+        """Whether we asked lately enough for our mark to stand. Who asks less often is told what stands now."""
+        now_s, asked_s, self._asked_s = self._clock.now_s(), self._asked_s, self._clock.now_s()
+        if asked_s is not None and now_s - asked_s < MEMBER_TTL_MS / 1000:
+            return True
+        self._listed, self._mark_lost_s = frozenset(), None
+        return False
+
+    async def _leave_mark(self, redis: RedisCall, *, had_mark: bool) -> ResponseError | None:
+        """Note whether a mark that we had still stood, and leave it again; the refusal, if Redis takes no writes."""
+        refusal, stood = None, False
+        try:
+            stood = await redis.run_script(_PROBE, keys=[self._mark], arguments=[MEMBER_TTL_MS]) == 1
+        except ResponseError as error:
+            refusal = error
+        if refusal or (had_mark and not stood):
+            self._mark_lost_s = self._clock.now_s()
+        return refusal
+
+    def _lost_lately(self) -> bool:
+        lost_s = self._mark_lost_s
+        return lost_s is not None and self._clock.now_s() - lost_s < MEMBER_TTL_MS / 1000
 
 
 def _parse_members(pairs: Sequence[bytes]) -> list[StoreNodeRecord | WorkerRecord]:

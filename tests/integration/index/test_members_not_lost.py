@@ -1,0 +1,131 @@
+"""Members that Redis lost, or could not take, are not dead; members that left are."""
+
+import pytest
+
+from headrace.core.errors import IndexUnavailable
+from headrace.core.limits import MEMBER_TTL_MS
+from headrace.core.members import StoreNodeRecord
+from headrace.index.redis_connections import RedisConnections
+from headrace.index.redis_membership import RedisMembership
+
+TTL_S = MEMBER_TTL_MS / 1000
+A, B = (StoreNodeRecord(node_id=n, incarnation=1, host="h", address="x:1", arena_path="/a", pid=1) for n in "ab")
+
+
+class HandClock:
+    """Time that stands until it is moved. Redis keeps its own."""
+
+    def __init__(self) -> None:
+        self.time_s = 100.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def unix_ms(self) -> int:
+        return int(self.time_s * 1000)
+
+
+class Setting:
+    """A reader with a clock of its own, members that announce, and a hand on the server."""
+
+    def __init__(self, url: str) -> None:
+        self.clock = HandClock()
+        self.reader, self.members = RedisMembership(url, clock=self.clock), RedisMembership(url)
+        self.server = RedisConnections(url, connections_max=1, clock=self.clock)
+
+    async def announce(self, *records: StoreNodeRecord) -> None:
+        for record in records:
+            await self.members.announce(record, ttl_ms=60_000)
+
+    async def do(self, *command: str) -> None:
+        async with self.server.call() as redis:
+            await redis.round_trip(command)
+
+    async def read(self, after_s: float = 1.0) -> list[str]:
+        self.clock.time_s += after_s
+        return [record.node_id for record in await self.reader.store_nodes()]
+
+
+@pytest.fixture
+async def setting(own_server):
+    made = Setting(own_server.url)
+    yield made
+    for part in (made.reader, made.members, made.server):
+        await part.close()
+
+
+async def test_a_redis_that_came_back_empty_kills_nobody_who_announces_himself_again(setting):
+    """Fails when a listing is believed in which some are back and others not yet."""
+    await setting.announce(A, B)
+    assert await setting.read() == ["a", "b"]
+    await setting.do("FLUSHALL")
+    with pytest.raises(IndexUnavailable, match="lost records"):
+        await setting.read()
+    await setting.announce(A)
+    with pytest.raises(IndexUnavailable):
+        await setting.read()
+    await setting.announce(B)
+    assert await setting.read() == ["a", "b"]
+
+
+async def test_a_member_that_does_not_come_back_is_dead_after_one_lifetime(setting):
+    """Fails when what was lost once is waited for without end."""
+    await setting.announce(A, B)
+    assert await setting.read() == ["a", "b"]
+    await setting.do("FLUSHALL")
+    await setting.announce(A)
+    for _ in range(6):
+        with pytest.raises(IndexUnavailable):
+            await setting.read()
+    assert await setting.read() == ["a"]
+
+
+async def test_a_replica_that_takes_no_records_kills_nobody_for_as_long_as_it_lasts(setting):
+    """Fails when records that ran out because nobody could refresh them count as deaths."""
+    await setting.announce(A, B)
+    assert await setting.read() == ["a", "b"]
+    await setting.do("DEL", "hr1:{members}:m:node:b")  # its time ran out
+    await setting.do("REPLICAOF", "127.0.0.1", "1")
+    for _ in range(20):
+        with pytest.raises(IndexUnavailable, match="refuses writes"):
+            await setting.read()
+    await setting.do("REPLICAOF", "NO", "ONE")
+    await setting.announce(B)
+    assert await setting.read() == ["a", "b"]
+
+
+async def test_a_replica_on_which_everybody_stands_is_believed(setting):
+    await setting.announce(A, B)
+    await setting.do("REPLICAOF", "127.0.0.1", "1")
+    assert await setting.read() == await setting.read() == ["a", "b"]
+
+
+async def test_a_member_that_leaves_a_sound_redis_is_gone_at_the_next_reading(setting):
+    """Fails when every absence is doubted: a stopped worker must get no further request."""
+    await setting.announce(A, B)
+    assert await setting.read() == ["a", "b"]
+    await setting.members.withdraw(B)
+    assert await setting.read() == ["a"]
+
+
+async def test_who_reads_seldom_is_told_what_stands(setting):
+    """Fails when a mark that ran out between two readings looks like a loss: a sweep would never see a death."""
+    await setting.announce(A, B)
+    assert await setting.read() == ["a", "b"]
+    await setting.members.withdraw(B)
+    await setting.do("DEL", *await marks(setting))
+    assert await setting.read(after_s=TTL_S) == ["a"]
+
+
+async def test_marks_go_by_themselves(setting):
+    await setting.read()
+    (mark,) = await marks(setting)
+    async with setting.server.call() as redis:
+        [ttl_ms] = await redis.round_trip(("PTTL", mark))
+    assert 0 < ttl_ms <= MEMBER_TTL_MS
+
+
+async def marks(setting: Setting) -> list[str]:
+    async with setting.server.call() as redis:
+        [keys] = await redis.round_trip(("KEYS", "hr1:{members}:p:*"))
+    return [key.decode() for key in keys]
