@@ -25,11 +25,13 @@ import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
+from headrace.client.client import call_metadata
 from headrace.compose import arena_path
 from headrace.config import Config, GatewaySettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError
 from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from headrace_cluster.admit_supervisor import admit_supervisor
 from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, InstanceState, write_state
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, serve_app
 from headrace_cluster.store_actor import stop_store_actors
@@ -62,6 +64,7 @@ class Supervisor:
         self._progress = open(state_dir / PROGRESS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._began_at = time.monotonic()
         self._index: EmbeddedValkey | None = None
+        self._api_key = ""
         settings = json.loads((state_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         if not settings["node_id"]:
             # Two instances on one host must not share an arena.
@@ -117,6 +120,11 @@ class Supervisor:
 
         temp_dir = tempfile.mkdtemp(prefix="headrace-")  # short: Ray puts socket paths of 60 characters below it
         self._record(ray_temp_dir=temp_dir)
+        if gateway.tenants_file:
+            path, self._api_key = admit_supervisor(
+                gateway.tenants_file, directory=Path(temp_dir), instance_id=self._state.instance_id
+            )
+            self._config = replace(self._config, gateway=replace(gateway, tenants_file=path))
         start_private_ray(temp_dir, self._config)
         parts.callback(ray.shutdown)
         stop_on_sigterm()  # ray.init puts its own handler there
@@ -142,18 +150,22 @@ class Supervisor:
         cluster = self._config.cluster
         give_up_at = time.monotonic() + READY_TIMEOUT_S
         self._wait_for("workers to load the model", give_up_at, replicas_missing)
-        channel = grpc.insecure_channel(self._state.grpc_target)
+        channel, metadata = grpc.insecure_channel(self._state.grpc_target), call_metadata(self._api_key)
         try:
             admin = admin_pb2_grpc.CacheAdminStub(channel)
             wanted = cluster.prefill_workers + cluster.decode_workers
-            self._wait_for("workers and store node to register", give_up_at, lambda: members_missing(admin, wanted))
+            self._wait_for(
+                "workers and store node to register", give_up_at, lambda: members_missing(admin, wanted, metadata)
+            )
             self._say("generating a first token")
             request = inference_pb2.GenerateRequest(
                 text="Hello",
                 sampling=inference_pb2.Sampling(max_tokens=1),
                 cache=inference_pb2.CacheOptions(bypass=True, no_publish=True),
             )
-            events = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=FIRST_GENERATE_TIMEOUT_S)
+            events = inference_pb2_grpc.InferenceStub(channel).Generate(
+                request, timeout=FIRST_GENERATE_TIMEOUT_S, metadata=metadata
+            )
             if not any([event.HasField("done") for event in events]):  # noqa: C419 - read to the end, cancel nothing
                 raise StartFailed("the first generation ended without a result")
         except grpc.RpcError as error:
@@ -249,10 +261,12 @@ def replicas_missing() -> str:
     return counts or "the deployments to be created"
 
 
-def members_missing(admin: admin_pb2_grpc.CacheAdminStub, workers_wanted: int) -> str:
+def members_missing(
+    admin: admin_pb2_grpc.CacheAdminStub, workers_wanted: int, metadata: tuple[tuple[str, str], ...]
+) -> str:
     """What has not registered in the index yet; "" when all has."""
     try:
-        status = admin.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S)
+        status = admin.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
     except grpc.RpcError as error:
         return f"the gateway answers {error.code().name}: {error.details()}"
     if len(status.workers) >= workers_wanted and status.store_nodes:

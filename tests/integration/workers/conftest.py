@@ -106,16 +106,16 @@ class TestWorker:
         self.faults: list[CacheFault] = []
 
     def request(
-        self, token_ids: Sequence[int], cache: CacheControl, max_tokens: int = 6, salt: str = ""
+        self, token_ids: Sequence[int], cache: CacheControl, max_tokens: int = 6, salt: str = "", group: str = ""
     ) -> GenerateRequest:
         prompt = hash_prompt(
-            self.worker.engine.model.namespace.narrowed(salt).id,
+            self.worker.engine.model.namespace.narrowed(salt, trust_group=group).id,
             token_ids,
             block_tokens=BLOCK_TOKENS,
             algorithm=HashAlgorithm.XXH3_128,
         )
         sampling = SamplingParams(max_tokens=max_tokens, logprobs=VOCAB, ignore_eos=True)
-        return GenerateRequest(RequestId("r"), "tiny", prompt, sampling, cache, cache_salt=salt)
+        return GenerateRequest(RequestId("r"), "tiny", prompt, sampling, cache, trust_group=group, cache_salt=salt)
 
     async def prefill(self, token_ids: Sequence[int], *, hint_nodes: tuple[str, ...] = ()) -> PrefillResult:
         return await self.prefill_service.prefill(
@@ -137,8 +137,9 @@ class TestWorker:
         computed_from: int | None = None,
         max_tokens: int = 6,
         salt: str = "",
+        group: str = "",
     ) -> Reply:
-        request = self.request(token_ids, cache, max_tokens, salt)
+        request = self.request(token_ids, cache, max_tokens, salt, group)
         call = DecodeCall(
             attempt_id=new_attempt(),
             request=request,
