@@ -92,7 +92,15 @@ def choose_workers(
     prefillers = [w for w in serving if w.role.prefills and w is not decode and _can_hand_over(w, decode, request)]
     return Plan(
         decode=decode,
-        prefill=_choose_prefill(prefillers, request, snapshot, rule, tie_break, decode, missing_tokens),
+        prefill=_choose_prefill(
+            prefillers,
+            request,
+            snapshot,
+            rule,
+            tie_break=tie_break,
+            near=decode.store_node,
+            missing_tokens=missing_tokens,
+        ),
         missing_tokens=missing_tokens,
         hint_nodes=_nodes_best_first(snapshot.match),
         reason=_reason(decode, decoders, request, snapshot.match),
@@ -104,10 +112,12 @@ def _choose_prefill(
     request: GenerateRequest,
     snapshot: Snapshot,
     rule: RoutingRule,
+    *,
     tie_break: Callable[[WorkerId], float],
-    decode: WorkerRecord,
+    near: str,
     missing_tokens: int,
 ) -> WorkerRecord | None:
+    """Who computes the missing tokens, as in `_rank`; None when the decode worker does it itself."""
     missing_blocks = missing_tokens // request.prompt.block_tokens
     if missing_blocks == 0:
         return None  # only a partial block is missing, and those are never published
@@ -115,7 +125,7 @@ def _choose_prefill(
         return next((w for w in prefillers if w.worker_id == request.prefill_worker), None)
     if missing_tokens <= rule.local_prefill_tokens or not prefillers:
         return None
-    return _rank(prefillers, request, snapshot, rule, tie_break=tie_break, near=decode.store_node)[0]
+    return _rank(prefillers, request, snapshot, rule, tie_break=tie_break, near=near)[0]
 
 
 def _rank(
