@@ -67,7 +67,7 @@ class WorkerReplica:
         yield await self._worker.prefill(call)
 
     async def decode(self, call: DecodeCall) -> AsyncIterator[str | DecodeEvent]:
-        """Stream the tokens; yields acceptance, then what `DecodeService.decode` yields."""
+        """Stream the tokens; yields acceptance, then what `decode_tokens` yields."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
         async with aclosing(self._worker.decode(call)) as events:
@@ -78,13 +78,13 @@ class WorkerReplica:
         """Evict from this worker's pool."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
-        yield await self._worker.evict_device(call.selector, dry_run=call.dry_run)
+        yield self._worker.evict_device(call.selector, dry_run=call.dry_run)
 
     async def list_device(self, call: ListCall) -> AsyncIterator[str | DeviceListing]:
         """Say what this worker's pool holds."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
-        yield await self._worker.list_device(call.selector, limit=call.limit)
+        yield self._worker.list_device(call.selector, limit=call.limit)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises: healthy means that it can serve a call now."""

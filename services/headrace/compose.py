@@ -65,48 +65,49 @@ def node_id(settings: StoreSettings) -> str:
 class Worker:
     """One worker as the process sees it: both kinds of call, of which its role takes one or both."""
 
-    def __init__(self, *, prefill: Any, decode: Any, parts: AsyncExitStack) -> None:
-        self._prefill = prefill
-        self._decode = decode
-        self._life = prefill or decode
+    def __init__(self, worker: Any, *, role: WorkerRole, parts: AsyncExitStack) -> None:
+        self._worker = worker  # transfer/worker.py:Worker
+        self._role = role
         self._parts = parts
 
     async def start(self) -> None:
         """Be ready, then be seen."""
-        await self._life.start()
+        await self._worker.start()
 
     async def stop(self) -> None:
         """Be unseen, drain, stop, then close connections and the metrics endpoint. Idempotent."""
-        await self._life.stop()
+        await self._worker.stop()
         await self._parts.aclose()
 
     async def prefill(self, call: PrefillCall) -> PrefillResult:
-        """As PrefillService.prefill."""
-        if self._prefill is None:
+        """As `prefill_prompt`; InvalidRequest on a worker whose role takes no prefill calls."""
+        from headrace.prefill.prefill_prompt import prefill_prompt
+
+        if not self._role.prefills:
             raise InvalidRequest("this worker takes no prefill calls", param="prefill_worker")
-        result: PrefillResult = await self._prefill.prefill(call)
-        return result
+        return await prefill_prompt(call, self._worker)
 
     def decode(self, call: DecodeCall) -> AsyncGenerator[DecodeEvent, None]:
-        """As DecodeService.decode."""
-        if self._decode is None:
-            raise InvalidRequest("this worker takes no decode calls", param="decode_worker")
-        events: AsyncGenerator[DecodeEvent, None] = self._decode.decode(call)
-        return events
+        """As `decode_tokens`: close it to cancel; InvalidRequest on a worker whose role takes no decode calls."""
+        from headrace.decode.decode_tokens import decode_tokens
 
-    async def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
-        """As DecodeService.evict_device."""
-        report: EvictReport = await self._life.evict_device(selector, dry_run=dry_run)
+        if not self._role.decodes:
+            raise InvalidRequest("this worker takes no decode calls", param="decode_worker")
+        return decode_tokens(call, self._worker)
+
+    def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
+        """Evict from this worker's pool; the report says what was done in fact."""
+        report: EvictReport = self._worker.evict_device(selector, dry_run=dry_run)
         return report
 
-    async def list_device(self, selector: EvictSelector, *, limit: int) -> DeviceListing:
-        """As DecodeService.list_device."""
-        listing: DeviceListing = await self._life.list_device(selector, limit=limit)
+    def list_device(self, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        """What this worker's pool holds."""
+        listing: DeviceListing = self._worker.list_device(selector, limit=limit)
         return listing
 
     def healthy(self) -> bool:
         """Whether a call sent now can be served."""
-        return bool(self._life.healthy())
+        return bool(self._worker.healthy())
 
 
 def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, report: Report = print) -> Worker:
@@ -128,10 +129,8 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, repor
 
 def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
     """As `build_worker`, for a `LoadedModel` that the caller has loaded; it belongs to this worker from here on."""
-    from headrace.decode.service import DecodeService
     from headrace.engine.engine import Engine
     from headrace.index.redis_membership import RedisMembership
-    from headrace.prefill.service import PrefillService
     from headrace.telemetry.collectors import WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
     from headrace.telemetry.metrics import Metrics, start_metrics_server
@@ -158,11 +157,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         metrics_port=server.port,
     )
     WorkerCollector(worker.record, metrics=metrics)
-    return Worker(
-        prefill=PrefillService(worker) if role.prefills else None,
-        decode=DecodeService(worker) if role.decodes else None,
-        parts=parts,
-    )
+    return Worker(worker, role=role, parts=parts)
 
 
 class Gateway:

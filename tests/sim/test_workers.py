@@ -15,9 +15,7 @@ from headrace.core.generation import CacheControl, CachedTokens, EvictSelector
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import WorkerRole
 from headrace.decode.decode_tokens import decode_tokens
-from headrace.decode.service import DecodeService
 from headrace.prefill.prefill_prompt import prefill_prompt
-from headrace.prefill.service import PrefillService
 
 B = LAYOUT.block_tokens
 TOKENS = [7, 1, 4, 9, 2, 2, 8, 5, 3, 3, 1, 6, 9]  # three blocks and one token
@@ -273,24 +271,22 @@ async def test_a_call_waits_for_blocks_no_longer_than_its_deadline(world: World)
 
 @virtually
 async def test_one_worker_serves_both_roles_and_is_started_and_stopped_once(world: World):
-    """Fails when two services over one worker disturb each other."""
+    """Fails when both kinds of call on one worker disturb each other, or it cannot be started or stopped twice."""
     worker = await world.add_worker("both-a", WorkerRole.BOTH)
-    prefill, decoder = PrefillService(worker), DecodeService(worker)
-    await prefill.start()
-    await decoder.start()
-    assert decoder.healthy()
-    result = await prefill.prefill(world.prefill_call(worker, world.request(TOKENS)))
+    await worker.start()
+    assert worker.healthy()
+    result = await prefill_prompt(world.prefill_call(worker, world.request(TOKENS)), worker)
     assert result.published_blocks == 3
     request = world.request(TOKENS)
-    answer = await answer_of(decoder.decode(world.decode_call(worker, request, computed_from=0)))
+    answer = await answer_of(decode_tokens(world.decode_call(worker, request, computed_from=0), worker))
     check_answer(answer, request)
     assert answer.finished.usage.cached.total == 0
     await settled(worker)
-    report = await decoder.evict_device(EvictSelector(), dry_run=False)
+    report = worker.evict_device(EvictSelector(), dry_run=False)
     assert (report.holder, report.blocks) == ("worker:both-a", 4)
-    await decoder.stop()
-    await prefill.stop()
-    assert not prefill.healthy()
+    await worker.stop()
+    await worker.stop()
+    assert not worker.healthy()
 
 
 @virtually

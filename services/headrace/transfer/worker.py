@@ -1,8 +1,7 @@
 """One worker: its engine, its publisher, its place among the members, and what every call on it has in common.
 
 Owns the worker's life (start, announce, drain, stop), the account of attempts in flight, and the first half of every
-call: admit, load what is held elsewhere, share it. What a call then computes is `prefill/`'s or `decode/`'s; a worker
-of role BOTH is one `Worker` under both services.
+call: admit, load what is held elsewhere, share it. What a call then computes is `prefill/`'s or `decode/`'s.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ class HeldPrefix:
 
 
 class Worker:
-    """The shared part of prefill and decode services. All methods belong to the event loop that called `start`."""
+    """What prefill and decode share. All methods belong to the event loop that called `start`."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class Worker:
         )
 
     async def start(self) -> None:
-        """Be ready, then be seen: the record is announced last. Idempotent, so that two services may share a worker."""
+        """Be ready, then be seen: the record is announced last. Idempotent."""
         if self._serving:
             return
         self.engine.start()

@@ -31,11 +31,11 @@ from headrace.core.generation import (
 )
 from headrace.core.members import StoreNodeRecord, WorkerRole
 from headrace.core.ports import Membership
-from headrace.decode.service import DecodeService
+from headrace.decode.decode_tokens import decode_tokens
 from headrace.engine.engine import Engine
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
-from headrace.prefill.service import PrefillService
+from headrace.prefill.prefill_prompt import prefill_prompt
 from headrace.store.service import StoreNodeService
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.worker import Worker
@@ -95,14 +95,12 @@ class Reply:
 
 
 class TestWorker:
-    """One worker of role BOTH under its two services."""
+    """One worker of role BOTH."""
 
     __test__ = False
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.prefill_service = PrefillService(worker)
-        self.decode_service = DecodeService(worker)
         self.faults: list[CacheFault] = []
 
     def request(
@@ -118,14 +116,15 @@ class TestWorker:
         return GenerateRequest(RequestId("r"), "tiny", prompt, sampling, cache, trust_group=group, cache_salt=salt)
 
     async def prefill(self, token_ids: Sequence[int], *, hint_nodes: tuple[str, ...] = ()) -> PrefillResult:
-        return await self.prefill_service.prefill(
+        return await prefill_prompt(
             PrefillCall(
                 attempt_id=new_attempt(),
                 request=self.request(token_ids, EVERYTHING),
                 worker_id=self.worker.worker_id,
                 timeout_ms=60_000,
                 hint_nodes=hint_nodes,
-            )
+            ),
+            self.worker,
         )
 
     async def decode(
@@ -149,7 +148,7 @@ class TestWorker:
             hint_nodes=hint_nodes,
         )
         tokens: list[TokenDelta] = []
-        async with aclosing(self.decode_service.decode(call)) as events:
+        async with aclosing(decode_tokens(call, self.worker)) as events:
             async for event in events:
                 if isinstance(event, TokenDelta):
                     tokens.append(event)
