@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
-from headrace.core.block import CacheSource, HashedPrompt
+from headrace.core.block import CacheSource, Chain, HashedPrompt
 
 RequestId = NewType("RequestId", str)  # minted by the server, one per client request
 AttemptId = NewType("AttemptId", str)  # minted by the server, one per try at one choice of a request
@@ -193,7 +193,7 @@ class EvictReport:
     skipped_leased_blocks: int
     dry_run: bool
     error: str = ""  # not empty: this holder did not answer or failed; its counts are unknown
-    block_hashes: tuple[bytes, ...] = ()  # what went, at most EVICT_HASHES_MAX
+    block_hashes: Chain = ()  # what went, at most EVICT_HASHES_MAX
 
 
 @dataclass(frozen=True, slots=True)
