@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX, STORE_RPCS_MAX
+from headrace.transfer.message_memory import keep_message_memory
 from headrace.wire.refuse_undecodable import UndecodableRefused
 
 _KEEPALIVE_MS = 20_000
@@ -44,6 +45,7 @@ class Channels:
     """One channel per address, made on first use, all closed together. For one event loop."""
 
     def __init__(self) -> None:
+        keep_message_memory()
         self._address_to_channel: dict[str, grpc.aio.Channel] = {}
 
     def to(self, address: str) -> grpc.aio.Channel:
@@ -71,6 +73,7 @@ class Channels:
 def build_server(*, rpcs_max: int = STORE_RPCS_MAX) -> grpc.aio.Server:
     """A server with the options that match `Channels`; beyond `rpcs_max` calls at once it refuses, never queues.
     Request bytes that do not decode are INVALID_ARGUMENT, not an error of the server."""
+    keep_message_memory()
     return grpc.aio.server(
         interceptors=(UndecodableRefused(),), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max
     )

@@ -1,8 +1,8 @@
 """Payloads of a store node over gRPC: read a leased run as a stream, and send blocks to be stored.
 
-Owns the assembly of chunks into blocks: a block that came as one message is handed out as a view of that message, a
-longer one is gathered in a buffer of its own, since readers keep views while more arrive. Checks lengths only;
-the reader checks headers and checksums. Chunks never span blocks.
+Owns the assembly of messages into blocks: blocks that came whole are handed out as views of their message, which lives
+as long as they do; one that is longer than a message is gathered in a buffer of its own. Checks lengths only; the
+reader checks headers and checksums.
 """
 
 import mmap
@@ -38,31 +38,49 @@ async def fetch_blocks(calls: StoreCalls, lease: Lease, *, deadline: Deadline) -
     with cache_faults(node_id):
         method = calls.channel.unary_stream(_FETCH)
         call = method(pb.FetchRequest(lease_id=lease.lease_id).SerializeToString(), timeout=deadline.left_s())
+    arriving = _Arriving(call, lease, node_id=node_id)
     try:
         for header in lease.headers:
             with cache_faults(node_id, lease_id=lease.lease_id):
-                block = await _read_block(call, header, node_id=node_id)
+                block = await arriving.block(header)
             yield block
     finally:
         call.cancel()
 
 
-async def _read_block(call: Any, header: BlockHeader, *, node_id: str) -> memoryview:
-    """One block's chunks, read to its exact length."""
-    chunk = await call.read()
-    if chunk is not grpc.aio.EOF and len(chunk) == header.payload_bytes:
-        return memoryview(chunk)
-    gathered, filled = bytearray(header.payload_bytes), 0
-    while True:
-        if chunk is grpc.aio.EOF:
+class _Arriving:
+    """One stream's messages, cut into blocks. A message holds whole blocks, or one piece of a long one."""
+
+    def __init__(self, call: Any, lease: Lease, *, node_id: str) -> None:
+        self._call = call
+        self._node_id = node_id
+        self._due_bytes = sum(header.payload_bytes for header in lease.headers)
+        self._rest = memoryview(b"")  # of the last message: the blocks after the one handed out
+
+    async def block(self, header: BlockHeader) -> memoryview:
+        """The next block, read to its exact length."""
+        wanted = header.payload_bytes
+        pieces = [self._rest or await self._message(header)]
+        filled = len(pieces[0])
+        while filled < wanted:
+            pieces.append(await self._message(header))
+            filled += len(pieces[-1])
+        if len(pieces) == 1:
+            block, self._rest = pieces[0][:wanted], pieces[0][wanted:]
+            return block
+        if filled > wanted:
+            raise StoreUnavailable(self._node_id, "mixed a piece of a block with others")
+        self._rest = memoryview(b"")
+        return memoryview(b"".join(pieces))
+
+    async def _message(self, header: BlockHeader) -> memoryview:
+        message = await self._call.read()
+        if message is grpc.aio.EOF:
             raise BlockMissing(header.block_hash)
-        if filled + len(chunk) > header.payload_bytes:
-            raise StoreUnavailable(node_id, "sent more bytes than the block has")
-        gathered[filled : filled + len(chunk)] = chunk
-        filled += len(chunk)
-        if filled == header.payload_bytes:
-            return memoryview(gathered).toreadonly()
-        chunk = await call.read()
+        self._due_bytes -= len(message)
+        if self._due_bytes < 0:
+            raise StoreUnavailable(self._node_id, "sent more bytes than the blocks have")
+        return memoryview(message)
 
 
 class GrpcStore:

@@ -332,6 +332,28 @@ async def test_a_large_prefix_arrives_over_grpc_as_fast_as_memory_lets_it(nodes)
     assert best_s < 1.4
 
 
+async def test_small_blocks_travel_together_and_long_ones_in_pieces(nodes) -> None:
+    """Fails when every small block costs a message of its own, or a message outgrows its bound."""
+    node = await nodes.start("sizes", arena_mb=64)
+    channel, sizes = nodes.channels.to(node.record.address), {}
+    for seed, (num_layers, num_blocks) in enumerate([(1, 40), (720, 3), (1_500, 2)]):
+        layout = replace(LAYOUT, num_layers=num_layers)
+        remote, prompt = nodes.grpc(node.record), make_prompt(50 + seed, num_blocks)
+        assert await publish(nodes.shared_memory(node.record), prompt, range(num_blocks), layout) == num_blocks
+        lease = await remote.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+        request = block_store_pb2.FetchRequest(lease_id=lease.lease_id).SerializeToString()
+        messages = [len(message) async for message in channel.unary_stream(FETCH)(request)]
+        views = [bytes(view) async for view in remote.fetch_blocks(lease, deadline=deadline())]
+        await remote.release(lease)
+        assert [payload_digest(view) for view in views] == [header.payload_xxh3 for header in lease.headers]
+        assert sum(messages) == num_blocks * layout.block_bytes
+        sizes[layout.block_bytes] = messages
+    small, middle, long = sizes.items()
+    assert len(small[1]) == 1
+    assert middle[1] == [middle[0]] * 3
+    assert long[1] == [FETCH_CHUNK_BYTES, long[0] - FETCH_CHUNK_BYTES] * 2
+
+
 @pytest.mark.parametrize(
     ("sent", "fault"), [([], BlockMissing), ([b"x" * 100], BlockMissing), ([b"x" * 3_000], StoreUnavailable)]
 )
