@@ -342,7 +342,7 @@ DEMOTE_QUEUE_BYTES_MAX = 64 * 1024 * 1024
 # of 1.4 MiB; what has not come by then is computed.
 PROMOTE_TIMEOUT_MS = 1_000
 
-# Bytes read from disk in one step and then copied into the arena on the event loop (8 MiB are 1 ms); one block at least.
+# Bytes read from disk in one step and then copied into the arena on the event loop (8 MiB: 1 ms); one block at least.
 PROMOTE_BATCH_BYTES = 8 * 1024 * 1024
 
 # Threads that read from disk: two overlap one's checking with the other's waiting; with the batch they bound memory.
