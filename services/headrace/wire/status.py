@@ -91,7 +91,7 @@ def retry_after_ms(error: BaseException) -> int | None:
 
 
 def http_headers(error: BaseException) -> dict[str, str]:
-    """`Retry-After`, in whole seconds rounded up, where trying again makes sense; the scheme, where a key is missing."""
+    """`Retry-After`, in whole seconds rounded up, where trying again makes sense; the scheme where a key is missing."""
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     wait_ms = retry_after_ms(error)
