@@ -81,6 +81,13 @@ class GatewayReplica:
         except CallRefused:
             return admin_pb2.StatusReply()
 
+    async def WhyMiss(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        try:
+            return await self._gateway.admin.WhyMiss(request, grpc_context)
+        except CallRefused:
+            return admin_pb2.WhyMissReply()
+
     async def Check(self, request: Any, grpc_context: Any) -> Any:
         """grpc.health.v1."""
         return await self._gateway.health.Check(request, grpc_context)

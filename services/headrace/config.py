@@ -14,6 +14,7 @@ import yaml
 
 from headrace.core.block import HashAlgorithm
 from headrace.core.errors import ConfigInvalid
+from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -53,6 +54,9 @@ class StoreSettings:
 
     node_id: str = setting("", "Stable name of this host's store node. Default: the host name.")
     arena_mb: int = setting(2_048, "Shared memory for the host tier, in MiB.")
+    eviction_policy: str = setting(
+        DEFAULT_POLICY.value, "What leaves a full arena: adaptive, lru, gdsf, lfu or arc (docs/eviction.md)."
+    )
     arena_dir: str = setting("/dev/shm", "Directory of the arena file; a memory-backed file system.")
     store_host: str = setting("127.0.0.1", "Address on which the store node serves gRPC. On Ray, auto: its node's own.")
     store_port: int = setting(0, "Port of the store node. 0: any free one.")
@@ -230,6 +234,8 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("block_tokens", "must not exceed context_tokens_max")
     if config.store.arena_mb < 1:
         raise ConfigInvalid("arena_mb", "must be at least 1")
+    if config.store.eviction_policy not in tuple(PolicyName):
+        raise ConfigInvalid("eviction_policy", f"must be one of {', '.join(PolicyName)}")
     if config.store.kv_events_replay_endpoint and not config.store.kv_events_endpoint:
         raise ConfigInvalid("kv_events_replay_endpoint", "needs kv_events_endpoint: there is nothing to replay")
     if config.store.kv_events_layout not in ("map", "array"):

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from headrace.core.block import BlockHash, HashAlgorithm, HashedPrompt, NamespaceId, hash_prompt
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.wire.status import message_of, status_of, trailing_metadata
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -49,6 +49,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     hang_after_tokens: int | None = None
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)  # of each call, in order
+    questions: list[admin_pb2.WhyMissRequest] = field(default_factory=list)  # in order
     evictions: list[admin_pb2.EvictRequest] = field(default_factory=list)  # in order
     time_remaining_s: float = 0.0
     hanging: threading.Event = field(default_factory=threading.Event)
@@ -186,6 +187,22 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
         errors = [{"holder": holder, "error": "did not answer"} for holder in sorted(self.silent_holders)]
         shown = entries[: request.limit] if request.limit else entries
         return admin_pb2.ListBlocksReply(blocks=shown, total_blocks=len(entries), errors=errors)
+
+    async def WhyMiss(self, request, context):
+        if request.request_id:
+            await _refuse(context, InvalidRequest("not among the last"))
+        self.questions.append(request)
+        reason = {"kind": "evicted", "detail": "evicted by operator ann, 9 s ago", "holder": "node:here"}
+        return admin_pb2.WhyMissReply(
+            model=MODEL,
+            namespace=NAMESPACE,
+            prompt_tokens=14,
+            block_tokens=BLOCK_TOKENS,
+            num_blocks=3,
+            runs=[{"holder": "node:here", "held_blocks": 1, "indexed_blocks": 1}],
+            reasons=[reason | {"first_block": 1, "num_blocks": 2}],
+            errors=[{"holder": holder, "error": "did not answer"} for holder in sorted(self.silent_holders)],
+        )
 
     async def Evict(self, request, context):
         if self.failure is not None:

@@ -5,13 +5,16 @@ import click
 from headrace import __version__
 from headrace.admin.bench_commands import bench
 from headrace.admin.cache_commands import cache
+from headrace.admin.cache_details import show_block, why_miss
 from headrace.admin.chat import chat
 from headrace.admin.config_commands import config
 from headrace.admin.event_commands import events
 from headrace.admin.inference_commands import generate, models
+from headrace.admin.simulate_commands import simulate
 from headrace.admin.system_commands import demo, down, status, store_node, up, verify
 from headrace.admin.tenant_commands import tenants
 from headrace.admin.terminal import EXIT_CODE_HELP, ErrorGroup
+from headrace.admin.warm_command import warm_cache
 
 
 @click.group(cls=ErrorGroup, epilog=EXIT_CODE_HELP, context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,8 +23,11 @@ def main() -> None:
     """Headrace: a distributed prefix cache for LLM inference."""
 
 
+for command in (show_block, why_miss, warm_cache):
+    cache.add_command(command)
 for command in (up, down, status, models, generate, chat, cache, verify, demo, bench, store_node, config, tenants):
     main.add_command(command)
+main.add_command(simulate)
 cache.add_command(events)
 
 if __name__ == "__main__":

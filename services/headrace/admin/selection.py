@@ -104,6 +104,7 @@ def selector_options(command: Callable[..., Any]) -> Callable[..., Any]:
         nodes: tuple[str, ...],
         workers: tuple[str, ...],
         tier: str | None,
+        tenant: str,
         **kwargs: Any,
     ) -> Any:
         selector = Selector(
@@ -116,6 +117,7 @@ def selector_options(command: Callable[..., Any]) -> Callable[..., Any]:
             older_than_s=older_than_s,
             holders=holder_names(nodes, workers),
             tier=tier or "",
+            tenant=tenant,
         )
         return command(*args, selector=selector, **kwargs)
 
@@ -127,6 +129,7 @@ def selector_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--older-than", "older_than_s", type=Duration(), help="Stored this long ago or longer: 10m, 2h."),
         click.option("--idle", "idle_for_s", type=Duration(), help="Not used for this long or longer: 10m, 2h."),
         click.option("--namespace", default="", help="Blocks of this namespace, and of those narrowed from it, only."),
+        click.option("--tenant", default="", help="Blocks of this tenant's trust group only."),
         click.option("--model", default="", help="Blocks of this model only."),
         click.option(
             "--hash", "block_hashes", type=BlockHashText(), multiple=True, help="A block and what follows it."

@@ -30,6 +30,7 @@ from headrace.client.values import (
     Event,
     Eviction,
     GenerateResult,
+    MissExplanation,
     Prompt,
     ResultCollector,
     Sampling,
@@ -213,6 +214,13 @@ class HeadraceClient:
         )
         return messages.eviction_from_message(self._ask(self._admin.Evict, request))
 
+    def why_miss(
+        self, prompt: Prompt | None = None, *, model: str = "", request_id: str = "", cache_salt: str = ""
+    ) -> MissExplanation:
+        """Why a prompt (or a request that the gateway served lately, by its id) is not all in the cache now."""
+        asked = messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
+        return messages.explanation_from_message(self._ask(self._admin.WhyMiss, asked))
+
     def _ask(self, method: Callable[..., Value], request: object) -> Value:
         try:
             return method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3, metadata=self._metadata)
@@ -360,6 +368,13 @@ class AsyncHeadraceClient:
             selector=messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
         )
         return messages.eviction_from_message(await self._ask(self._admin.Evict, request))
+
+    async def why_miss(
+        self, prompt: Prompt | None = None, *, model: str = "", request_id: str = "", cache_salt: str = ""
+    ) -> MissExplanation:
+        """As HeadraceClient.why_miss."""
+        asked = messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
+        return messages.explanation_from_message(await self._ask(self._admin.WhyMiss, asked))
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
         try:

@@ -10,7 +10,10 @@ from headrace.client.values import (
     Done,
     Event,
     Eviction,
+    HolderRun,
     Message,
+    MissExplanation,
+    MissReason,
     Prompt,
     Sampling,
     Selector,
@@ -149,6 +152,7 @@ def selector_message(selector: Selector) -> admin_pb2.Selector:
         older_than_s=selector.older_than_s,
         holders=selector.holders,
         tier=selector.tier,
+        tenant=selector.tenant,
         free_bytes=selector.free_bytes,
     )
 
@@ -178,6 +182,9 @@ def _block_from_message(block: admin_pb2.BlockEntry) -> BlockEntry:
         age_s=block.age_s,
         idle_s=block.idle_s,
         leases=block.leases,
+        producer=block.producer,
+        created_unix_ms=block.created_unix_ms,
+        payload_xxh3=block.payload_xxh3,
         text=block.text,
     )
 
@@ -229,6 +236,37 @@ def eviction_from_message(message: admin_pb2.EvictReply) -> Eviction:
         lost_tokens_at_most=message.lost_tokens_at_most,
         tokens_per_s=message.tokens_per_s,
         tokens_per_s_from=message.tokens_per_s_from,
+    )
+
+
+def why_miss_message(
+    prompt: Prompt | None, *, model: str, request_id: str, cache_salt: str
+) -> admin_pb2.WhyMissRequest:
+    """Encode a question about a prompt, or about a request by its id."""
+    asked = admin_pb2.WhyMissRequest(model=model, request_id=request_id, cache_salt=cache_salt)
+    if prompt is not None:
+        carried = inference_pb2.GenerateRequest()
+        _set_prompt(carried, prompt)
+        asked.text = carried.text
+        asked.token_ids.extend(carried.token_ids.ids)
+        asked.chat.extend(admin_pb2.ChatTurn(role=turn.role, content=turn.content) for turn in carried.chat.messages)
+    return asked
+
+
+def explanation_from_message(message: admin_pb2.WhyMissReply) -> MissExplanation:
+    """Decode why a prompt missed."""
+    return MissExplanation(
+        model=message.model,
+        namespace=message.namespace,
+        prompt_tokens=message.prompt_tokens,
+        block_tokens=message.block_tokens,
+        num_blocks=message.num_blocks,
+        runs=tuple(HolderRun(run.holder, run.held_blocks, run.indexed_blocks) for run in message.runs),
+        reasons=tuple(
+            MissReason(reason.kind, reason.detail, reason.holder, reason.first_block, reason.num_blocks)
+            for reason in message.reasons
+        ),
+        errors=tuple((error.holder, error.error) for error in message.errors),
     )
 
 

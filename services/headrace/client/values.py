@@ -114,6 +114,7 @@ class Selector:
     older_than_s: float | None = None
     holders: tuple[str, ...] = ()  # "node:ID", "worker:ID"
     tier: str = ""
+    tenant: str = ""  # blocks of its trust group
     free_bytes: int | None = None  # evict only: least recently used first, until a tier of a holder gave this much
 
     @property
@@ -157,6 +158,9 @@ class BlockEntry:
     idle_s: float
     leases: int
     text: str
+    producer: str = ""  # header fields; empty where the holder does not keep them at hand
+    created_unix_ms: int = 0
+    payload_xxh3: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,40 @@ class BlockListing:
 
     blocks: tuple[BlockEntry, ...]
     total_blocks: int  # before the limit
+    errors: tuple[tuple[str, str], ...]  # (holder, error)
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRun:
+    """How many of a prompt's leading blocks one holder has, and how many the index says."""
+
+    holder: str
+    held_blocks: int
+    indexed_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MissReason:
+    """One reason why blocks are not there; `kind` is one of `gateway/explain_miss.py`'s."""
+
+    kind: str
+    detail: str
+    holder: str
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MissExplanation:
+    """Why a prompt's blocks are not all in the cache, as of now."""
+
+    model: str
+    namespace: str
+    prompt_tokens: int
+    block_tokens: int
+    num_blocks: int
+    runs: tuple[HolderRun, ...]
+    reasons: tuple[MissReason, ...]
     errors: tuple[tuple[str, str], ...]  # (holder, error)
 
 

@@ -213,6 +213,9 @@ class BlockInfo:
     age_s: float
     idle_s: float
     leases: int
+    producer: str = ""  # header fields that a tier keeps at hand; a worker's pool has none of them
+    created_unix_ms: int = 0
+    payload_xxh3: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,18 @@ LIST_BLOCKS_MAX = 10_000
 # Block hashes named in one report of an eviction: 10,000 of 32 bytes are 320 KB, as many blocks as a listing has.
 EVICT_HASHES_MAX = 10_000
 
+# Removals that a store node remembers, to say why a prompt missed: about 200 bytes each (hash, time, reason), 3 MB. At
+# a hundred evictions a second they reach back three minutes, at one a minute more than a week.
+REMOVALS_REMEMBERED = 16_384
+
+# Requests whose prompts a gateway keeps, to explain their misses by id, and the tokens of all of them together: a token
+# id takes about 36 bytes, so 1 M tokens are 36 MB.
+RECENT_PROMPTS_MAX = 256
+RECENT_PROMPT_TOKENS_MAX = 1_000_000
+
+# Holders that a gateway remembers after they are gone: a few restarts of every holder of a small cluster.
+HOLDERS_REMEMBERED = 256
+
 # How often a health watcher is told of a change, at the latest.
 HEALTH_WATCH_MS = 500
 

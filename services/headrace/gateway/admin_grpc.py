@@ -18,6 +18,7 @@ from headrace.core.generation import DeviceListing, EvictReport, EvictSelector, 
 from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.admin_scope import AdminScope, admin_scope
+from headrace.gateway.answer_why_miss import answer_why_miss
 from headrace.gateway.audit_log import audit
 from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.price_eviction import price_eviction
@@ -65,6 +66,19 @@ class CacheAdminRpc:
     async def Status(self, request: admin_pb2.StatusRequest, grpc_context: Any) -> admin_pb2.StatusReply:
         """Who is there. When the membership service is away: who was there last, and that it is away."""
         return await self._answer(grpc_context, self._status)
+
+    async def WhyMiss(self, request: admin_pb2.WhyMissRequest, grpc_context: Any) -> admin_pb2.WhyMissReply:
+        """Why a prompt, or a request that was served lately, is not all in the cache now."""
+        return await self._answer(
+            grpc_context,
+            lambda scope: answer_why_miss(
+                request,
+                service=self._service,
+                scope=scope,
+                stub_of=self._node_stub,
+                list_everywhere=lambda selectors: self._list_everywhere(selectors, limit=LIST_BLOCKS_MAX),
+            ),
+        )
 
     async def _answer(self, grpc_context: Any, work: Callable[[AdminScope], Awaitable[Reply]]) -> Reply:
         """Find out who asks, then do the work within what that caller may see."""
@@ -191,7 +205,9 @@ class CacheAdminRpc:
     async def _evict(self, request: admin_pb2.EvictRequest, scope: AdminScope) -> admin_pb2.EvictReply:
         selectors = await self._resolve(request.selector, scope)
         holders = request.selector.holders
-        reports = await self._evict_everywhere(selectors, dry_run=request.dry_run, holders=holders)
+        reports = await self._evict_everywhere(
+            selectors, dry_run=request.dry_run, holders=holders, who=scope.tenant.name
+        )
         spaces = dict.fromkeys(EvictSelector(namespace=selector.namespace) for selector in selectors)
         listing = await self._list_everywhere(tuple(spaces), limit=LIST_BLOCKS_MAX)
         price = price_eviction(
@@ -225,10 +241,10 @@ class CacheAdminRpc:
         audit(scope.tenant.name, what, {**asked, "prefix_length": prefix}, effect)
 
     async def _evict_everywhere(
-        self, selectors: Sequence[EvictSelector], *, dry_run: bool, holders: Sequence[str] = ()
+        self, selectors: Sequence[EvictSelector], *, dry_run: bool, holders: Sequence[str] = (), who: str = ""
     ) -> list[EvictReport]:
         nodes, workers = await self._holders(holders)
-        work = [self._evict_on_node(node, selectors, dry_run) for node in nodes]
+        work = [self._evict_on_node(node, selectors, dry_run, who) for node in nodes]
         for worker in workers:
             own = self._for_worker(worker, selectors)
             if own:
@@ -236,12 +252,13 @@ class CacheAdminRpc:
         return await _all(work)
 
     async def _evict_on_node(
-        self, node: StoreNodeRecord, selectors: Sequence[EvictSelector], dry_run: bool
+        self, node: StoreNodeRecord, selectors: Sequence[EvictSelector], dry_run: bool, who: str
     ) -> EvictReport:
         report = _nothing_evicted(node.holder_id, dry_run)
         try:
             for selector in selectors:
-                asked = admin_pb2.EvictRequest(selector=render_selector(_rest(selector, report)), dry_run=dry_run)
+                rest = render_selector(_rest(selector, report))
+                asked = admin_pb2.EvictRequest(selector=rest, dry_run=dry_run, who=who)
                 for part in (await self._stub(node).Evict(asked, timeout=TIMEOUT_S)).reports:
                     report = _add(report, part)
         except grpc.aio.AioRpcError as failed:
@@ -284,6 +301,10 @@ class CacheAdminRpc:
             scope=scope,
             unix_ms=self._service.clock.unix_ms(),
         )
+
+    def _node_stub(self, node: StoreNodeRecord) -> Any:
+        stub_of: Any = admin_pb2_grpc.NodeAdminStub
+        return stub_of(self._channel_to(node.address))
 
     def _stub(self, node: StoreNodeRecord) -> Any:
         stub_of: Any = admin_pb2_grpc.CacheAdminStub  # generated code is untyped

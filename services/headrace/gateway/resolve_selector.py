@@ -40,6 +40,9 @@ async def resolve_selector(
     plain.ClearField("prefix_text")
     plain.ClearField("prefix_token_ids")
     plain.ClearField("holders")  # whom to ask is the caller's to settle
+    if plain.tenant:
+        scope = scope.of_tenant(plain.tenant)
+        plain.ClearField("tenant")
     if plain.HasField("older_than_s"):
         plain.created_before_unix_ms = _before(plain.older_than_s, unix_ms)
         plain.ClearField("older_than_s")

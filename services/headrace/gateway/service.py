@@ -28,7 +28,8 @@ from headrace.core.limits import (
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
 from headrace.core.tenants import KeyRing, Tenant
 from headrace.gateway.authenticate import authenticate
-from headrace.gateway.prefill_rate import PrefillRate, TimedWorkerCalls
+from headrace.gateway.measured_rate import PrefillRate, TimedWorkerCalls
+from headrace.gateway.recent_prompts import RecentPrompt, RecentPrompts, SeenHolders
 from headrace.gateway.route_request import ChoiceEvent, ChoiceToken, RouteObserver, Router, route_request
 from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
 from headrace.gateway.worker_table import ServedModel, WorkerTable
@@ -85,6 +86,9 @@ class GatewayService:
         self.clock = clock
         self.table = WorkerTable(clock)
         self.prefill_rate = PrefillRate()
+        self.index = index
+        self.recent_prompts = RecentPrompts()
+        self.seen_holders = SeenHolders()
         self.tokenizers = tokenizers or Tokenizers()
         self._observer = observer or Unobserved()
         self._router = Router(
@@ -146,6 +150,9 @@ class GatewayService:
             self._index_available = False
         else:
             self._index_available = True
+        workers = self.table.records()
+        holders = {w.holder_id for w in workers} | {f"node:{w.store_node}" for w in workers if w.store_node}
+        self.seen_holders.saw(holders, unix_ms=self.clock.unix_ms())
         for served in self.table.models():
             if served.model_path:
                 self.tokenizers.preload(served.model_path)
@@ -211,6 +218,7 @@ class GatewayService:
         sampling = settle_sampling(request.sampling, prompt_tokens=len(token_ids), tokens_max=served.tokens_max)
         prompt = hash_for(served.namespace, token_ids, cache_salt=request.cache_salt, trust_group=tenant.trust_group)
         request_id = RequestId(secrets.token_hex(12))
+        self.recent_prompts.add(request_id, RecentPrompt(served.name, tenant.trust_group, prompt))
         return [
             GenerateRequest(
                 request_id=request_id,

@@ -10,11 +10,13 @@ from typing import Any
 
 import grpc.aio
 
+from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
 from headrace.core.generation import BlockInfo, EvictReport, EvictSelector
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import Membership
+from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
 from headrace.wire import render
 from headrace.wire.parse import parse_selector
@@ -26,14 +28,22 @@ from headrace.wire.v1 import admin_pb2_grpc as pb_grpc
 class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
     """Register with `add_CacheAdminServicer_to_server`."""
 
-    def __init__(self, node: StoreNode, membership: Membership, record: Callable[[], StoreNodeRecord]) -> None:
+    def __init__(
+        self,
+        node: StoreNode,
+        membership: Membership,
+        record: Callable[[], StoreNodeRecord],
+        removals: RemovalLog | None = None,
+    ) -> None:
+        """removals: follows the node's changes; without it nothing is remembered."""
         self._node = node
+        self._removals = removals
         self._membership = membership
         self._record = record
 
     async def ListBlocks(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Readable blocks that the selector means, heads first, at most `limit` of them."""
-        return await _answer(context, self._list_blocks(request))
+        return await answer(context, self._list_blocks(request))
 
     async def Stat(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """This node's books."""
@@ -41,7 +51,7 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
 
     async def Evict(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Evict here; one report."""
-        return await _answer(context, self._evict(request))
+        return await answer(context, self._evict(request))
 
     async def Status(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """This node only; who else is there is for the gateway to say."""
@@ -62,7 +72,9 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
     async def _evict(self, request: Any) -> Any:
         selector = parse_selector(request.selector)
         known = await self._namespace_to_model() if selector.model else {}
-        reports = [self._node.evict(each, dry_run=request.dry_run) for each in self._per_namespace(selector, known)]
+        removals = self._removals or RemovalLog(SystemClock(), removals_max=0)
+        with removals.because(f"evicted by operator {request.who or 'of this node'}"):
+            reports = [self._node.evict(each, dry_run=request.dry_run) for each in self._per_namespace(selector, known)]
         total = EvictReport(
             holder=self._node.holder_id,
             blocks=sum(report.blocks for report in reports),
@@ -93,7 +105,8 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
             return {}
 
 
-async def _answer(context: grpc.aio.ServicerContext, reply: Awaitable[Any]) -> Any:
+async def answer(context: grpc.aio.ServicerContext, reply: Awaitable[Any]) -> Any:
+    """The reply, or the call's end with the error's code, message and fields."""
     try:
         return await reply
     except HeadraceError as error:

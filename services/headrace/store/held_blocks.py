@@ -1,16 +1,17 @@
-"""The blocks that a store node holds, as a tree by parent, and the order in which leaves may go.
+"""The blocks that a store node holds, as a tree by parent; an eviction policy that it keeps informed orders the leaves.
 
-Owns parent and child links, visibility and recency. A block is *visible* when it and every block before it are
+Owns parent and child links, visibility and times of use. A block is *visible* when it and every block before it are
 committed: only visible blocks are looked up, leased and registered, so what others see is closed under prefixes
 whatever order a chain's blocks are committed in. Knows nothing of bytes, leases' owners or the index.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId, root_hash
+from headrace.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
+from headrace.core.recompute_cost import recompute_seconds
 
 BlockKey = tuple[NamespaceId, BlockHash]
 
@@ -55,10 +56,9 @@ class HeldBlock:
 class HeldBlocks:
     """All blocks of one node by key, with links. The caller decides; this keeps the links and the order right."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: PolicyName = DEFAULT_POLICY) -> None:
         self._blocks: dict[BlockKey, HeldBlock] = {}
-        self._leaf_heap: list[tuple[float, int, int, HeldBlock]] = []  # (used, -position, serial, block)
-        self._serial = 0
+        self._policy: EvictionPolicy[BlockKey] = make_policy(policy)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -90,11 +90,19 @@ class HeldBlocks:
             block.parent = self._blocks[(block.header.namespace, block.header.parent_hash)]
             block.parent.children[block.header.block_hash] = block
         self._blocks[block.key] = block
+        tokens, layout = len(block.header.token_ids), block.header.layout
+        self._policy.added(
+            block.key,
+            None if block.parent is None else block.parent.key,
+            size_bytes=block.slot_bytes,
+            recompute_s=recompute_seconds(tokens, context_tokens=block.header.position * layout.block_tokens),
+        )
 
     def remove(self, block: HeldBlock) -> None:
         """Unlink a block that nothing stands on; its parent may become a leaf."""
         assert not block.children, "a block left before the blocks that stand on it"
         del self._blocks[block.key]
+        self._policy.removed(block.key)
         block.visible = False
         if block.parent is not None:
             del block.parent.children[block.header.block_hash]
@@ -124,8 +132,19 @@ class HeldBlocks:
             found.append(block)
         return found
 
+    def read(self, last: HeldBlock, now_s: float) -> None:
+        """Note that a request reads a chain up to its block `last`: what the policy learns from."""
+        self.touch(last, now_s)
+        keys = []
+        walked: HeldBlock | None = last
+        while walked is not None:
+            keys.append(walked.key)
+            walked = walked.parent
+        keys.reverse()
+        self._policy.used(keys)
+
     def touch(self, block: HeldBlock, now_s: float) -> None:
-        """Note a use of a block and of all before it, so that no block is ever fresher than its parent."""
+        """Note the time of a use of a block and of all before it, so that no block is ever fresher than its parent."""
         walked: HeldBlock | None = block
         while walked is not None and walked.used_s < now_s:
             walked.used_s = now_s
@@ -133,34 +152,17 @@ class HeldBlocks:
         self.offer(block)
 
     def offer(self, block: HeldBlock) -> None:
-        """Tell the eviction order that a block may have become a candidate; called whenever that can have changed."""
-        if not block.can_leave:
-            return
-        if len(self._leaf_heap) > 64 + 2 * len(self._blocks):
-            self._rebuild_heap()  # stale entries outnumber blocks: keeps memory bounded by the number of blocks
-        self._serial += 1
-        heapq.heappush(self._leaf_heap, (block.used_s, -block.header.position, self._serial, block))
+        """Tell the policy that a block may have become a candidate; called whenever that can have changed."""
+        if block.can_leave:
+            self._policy.offer(block.key)
 
     def oldest_leaf(self, *, keep: HeldBlock | None) -> HeldBlock | None:
-        """The least recently used block that may leave, deepest first among equals; None when there is none.
+        """The block that the policy would have leave, among those that can; None when there is none.
 
         `keep` (the parent of a block that is about to be written) is never returned, and stays a candidate.
         """
-        kept = None
-        found = None
-        while self._leaf_heap:
-            entry = heapq.heappop(self._leaf_heap)
-            used_s, _, _, block = entry
-            if self._blocks.get(block.key) is not block or not block.can_leave or block.used_s != used_s:
-                continue  # stale: a fresh entry was pushed when it changed
-            if block is keep:
-                kept = entry
-                continue
-            found = block
-            break
-        if kept is not None:
-            heapq.heappush(self._leaf_heap, kept)
-        return found
+        key = self._policy.victim(None if keep is None else keep.key, may_leave=self._can_leave)
+        return None if key is None else self._blocks[key]
 
     def with_descendants(self, block: HeldBlock) -> list[HeldBlock]:
         """A block and all that stand on it, parents first (reverse it to remove them)."""
@@ -170,8 +172,9 @@ class HeldBlocks:
         return found
 
     def check_integrity(self) -> None:
-        """Links are mutual, visibility is closed under parents, and every block that may leave is in the order."""
-        live = {id(entry[3]) for entry in self._leaf_heap if entry[0] == entry[3].used_s}
+        """Links are mutual, visibility is closed under parents, and the policy knows exactly the blocks held."""
+        assert len(self._policy) == len(self._blocks)
+        self._policy.check_integrity(self._can_leave)
         for key, block in self._blocks.items():
             assert block.key == key
             assert (block.parent is None) == (block.header.position == 0)
@@ -185,10 +188,7 @@ class HeldBlocks:
             parent_visible = block.parent is None or block.parent.visible
             committed = block.state is SlotState.COMMITTED
             assert block.visible == (parent_visible and committed), "visibility is not what states say"
-            assert not block.can_leave or id(block) in live, "a block that may leave is not in the eviction order"
+            assert key in self._policy, "a held block that the policy does not know"
 
-    def _rebuild_heap(self) -> None:
-        candidates = [block for block in self._blocks.values() if block.can_leave]
-        self._leaf_heap = [(b.used_s, -b.header.position, n, b) for n, b in enumerate(candidates)]
-        self._serial = len(candidates)
-        heapq.heapify(self._leaf_heap)
+    def _can_leave(self, key: BlockKey) -> bool:
+        return self._blocks[key].can_leave

@@ -35,6 +35,9 @@ def list_blocks(
             age_s=max(0.0, (unix_ms - block.header.created_unix_ms) / 1_000),
             idle_s=max(0.0, now_s - block.used_s),
             leases=block.leases,
+            producer=block.header.producer,
+            created_unix_ms=block.header.created_unix_ms,
+            payload_xxh3=block.header.payload_xxh3,
         )
         for block in selected[: max(0, min(limit, LIST_BLOCKS_MAX))]
     ]

@@ -21,6 +21,7 @@ from headrace.blocks.host_arena import HostArena, arena_path, host_id, open_aren
 from headrace.config import StoreSettings, load_config, settings_table
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable
+from headrace.core.eviction import PolicyName
 from headrace.core.generation import HolderStat
 from headrace.core.limits import EXPIRY_SCAN_MS, MEMBER_TTL_MS, STOP_GRACE_MS
 from headrace.core.members import StoreNodeRecord
@@ -29,8 +30,10 @@ from headrace.store.announce_node import announce_node
 from headrace.store.block_changes import BlockChanges, TellEach
 from headrace.store.cache_admin import CacheAdminOfNode
 from headrace.store.kv_events import KvEvents
+from headrace.store.node_admin import NodeAdmin
 from headrace.store.recover_arena import recover_arena
 from headrace.store.register_blocks import PendingChanges, register_blocks
+from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
 from headrace.telemetry.collectors import StoreCollector
 from headrace.telemetry.metrics import EvictionReason, Metrics, MetricsServer, start_metrics_server
@@ -69,6 +72,7 @@ class StoreNodeService:
             if value is not None
         }
         self._changes = PendingChanges()
+        self._removals = RemovalLog(clock)
         self._kv_events = (
             KvEvents(settings, node_id=self._node_id, clock=clock) if settings.kv_events_endpoint else None
         )
@@ -122,12 +126,15 @@ class StoreNodeService:
                 clock=self._clock,
                 changes=self._followers(),
                 recovered=recovered,
+                eviction_policy=PolicyName(self._settings.eviction_policy),
                 **self._ttls,
             )
             _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
             self._address = self._bind()
             serve_blocks(self._server, self._node)
-            admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record)
+            admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record, self._removals)
+            of_node = NodeAdmin(self._node, self._removals, want_registration=self._changes.want_restart)
+            admin_pb2_grpc.add_NodeAdminServicer_to_server(of_node, self._server)  # type: ignore[no-untyped-call]
             admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
             self._serve_metrics()
@@ -161,7 +168,8 @@ class StoreNodeService:
         await asyncio.shield(self._background)
 
     def _followers(self) -> BlockChanges:
-        return self._changes if self._kv_events is None else TellEach(self._changes, self._kv_events.log)
+        kv_events = () if self._kv_events is None else (self._kv_events.log,)
+        return TellEach(self._changes, self._removals, *kv_events)
 
     def _close(self, *, remove_arena: bool) -> None:
         if self._kv_events is not None:

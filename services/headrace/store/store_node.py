@@ -25,6 +25,7 @@ from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
 from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, Tier, payload_digest
 from headrace.core.clock import Clock
 from headrace.core.errors import BlockCorrupt, LeaseExpired
+from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.generation import BlockInfo, EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import (
     CHAIN_SHARE_MAX,
@@ -69,6 +70,7 @@ class StoreNode:
         recovered: RecoveredArena | None = None,
         lease_ttl_ms: int = LEASE_TTL_MS,
         reservation_ttl_ms: int = RESERVATION_TTL_MS,
+        eviction_policy: PolicyName = DEFAULT_POLICY,
     ) -> None:
         self.node_id = node_id
         self.holder_id = HolderId(f"node:{node_id}")
@@ -78,7 +80,7 @@ class StoreNode:
         self._changes: BlockChanges = IgnoreChanges() if changes is None else changes
         self._lease_ttl_ms = lease_ttl_ms
         self._reservation_ttl_ms = reservation_ttl_ms
-        self._blocks = HeldBlocks()
+        self._blocks = HeldBlocks(eviction_policy)
         # Equal times to live make insertion order the order of expiry.
         self._leases: dict[str, _HeldLease] = {}
         self._reservations: dict[str, _HeldReservation] = {}
@@ -109,7 +111,7 @@ class StoreNode:
         for block in run:
             block.leases += 1
             block.hits += 1
-        self._blocks.touch(run[-1], now_s)
+        self._blocks.read(run[-1], now_s)
         lease_id = self._new_id("l")
         self._leases[lease_id] = _HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000)
         return LeasedRun(

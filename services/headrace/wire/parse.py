@@ -75,6 +75,19 @@ def _parse_prompt(message: inference_pb2.GenerateRequest) -> Prompt:
     raise InvalidRequest("a prompt is needed: text, chat or token_ids", param="prompt")
 
 
+def parse_admin_prompt(message: admin_pb2.WhyMissRequest) -> Prompt:
+    """The one prompt that an admin request names; raises InvalidRequest for none or several."""
+    given = [name for name in ("text", "chat", "token_ids") if getattr(message, name)]
+    if len(given) != 1:
+        raise InvalidRequest("give one of text, chat, token_ids and request_id", param="text")
+    if message.text:
+        return TextPrompt(checked_prompt_text(message.text, param="text"))
+    if message.chat:
+        turns = [chat_turn(turn.role, turn.content, param=f"chat[{i}]") for i, turn in enumerate(message.chat)]
+        return chat_prompt(turns, param="chat")
+    return token_prompt(message.token_ids, param="token_ids")
+
+
 def _parse_sampling(message: inference_pb2.Sampling) -> SamplingOptions:
     def given(name: str) -> bool:
         return bool(message.HasField(name))
@@ -112,8 +125,8 @@ def parse_selector(selector: admin_pb2.Selector) -> EvictSelector:
     idle_for_s = selector.idle_for_s if selector.HasField("idle_for_s") else None
     if idle_for_s is not None and not (math.isfinite(idle_for_s) and idle_for_s >= 0):
         raise InvalidRequest("idle_for_s must be a number of seconds, at least 0", param="idle_for_s")
-    if selector.HasField("older_than_s") or selector.holders:
-        raise InvalidRequest("older_than_s and holders are the gateway's to resolve; ask it", param="selector")
+    if selector.HasField("older_than_s") or selector.holders or selector.tenant:
+        raise InvalidRequest("older_than_s, holders and tenant are the gateway's to resolve; ask it", param="selector")
     if selector.tier not in ("", *Tier):
         raise InvalidRequest(f"tier is one of {', '.join(Tier)}, not {selector.tier!r:.40}", param="tier")
     for block_hash in selector.block_hashes:

@@ -94,6 +94,9 @@ def render_block(block: BlockInfo, *, model: str = "", text: str = "") -> admin_
         age_s=block.age_s,
         idle_s=block.idle_s,
         leases=block.leases,
+        producer=block.producer,
+        created_unix_ms=block.created_unix_ms,
+        payload_xxh3=block.payload_xxh3,
         text=text,
     )
 

@@ -209,6 +209,22 @@ async def test_a_user_sees_and_evicts_its_own_groups_blocks_only(model_path):
         assert total(await operator.evict(Selector(), dry_run=False)) == 3
 
 
+async def test_an_admin_evicts_one_tenant_and_leaves_the_others(model_path):
+    """Fails when --tenant takes another tenant's blocks, forgets salted ones, or tells a user who else there is."""
+    async with deployed(model_path) as system, AsyncExitStack() as stack:
+        for group in ("tenant:one", "tenant:two", "group:both"):
+            system.store(group, "sharedheadtail")
+        system.store("tenant:one", "saltedheadtail", salt="s")
+        one, operator = [await stack.enter_async_context(system.client(name)) for name in ("one", "operator")]
+        assert (await operator.list_blocks(Selector(tenant="four"))).total_blocks == 3
+        assert total(await operator.evict(Selector(tenant="one"), dry_run=False)) == 6
+        assert (await operator.list_blocks()).total_blocks == 6
+        for name in ("two", "nobody"):
+            with pytest.raises(InvalidRequest, match=f"there is no tenant '{name}'"):
+                await one.evict(Selector(tenant=name), dry_run=False)
+        assert (await one.list_blocks(Selector(tenant="one"))).total_blocks == 0
+
+
 def total(reports) -> int:
     """Blocks on store nodes; the tiny workers report the same figure whatever they are asked."""
     assert not [r.error for r in reports if r.error]

@@ -15,6 +15,7 @@ from headrace.core.block import (
     hash_prompt,
     payload_digest,
 )
+from headrace.store.block_changes import BlockChanges, TellEach
 from headrace.store.store_node import StoreNode
 
 NAMESPACE = NamespaceId("0123456789abcdef" * 2)
@@ -117,7 +118,13 @@ def fill(reserved: SlotReserved) -> None:
     reserved.buffer[:] = payload_of(reserved.header)
 
 
-def make_kit(*, blocks: int = 8, lease_ttl_ms: int = 30_000, reservation_ttl_ms: int = 10_000) -> StoreKit:
+def make_kit(
+    *,
+    blocks: int = 8,
+    lease_ttl_ms: int = 30_000,
+    reservation_ttl_ms: int = 10_000,
+    follower: BlockChanges | None = None,
+) -> StoreKit:
     """A node whose arena holds exactly `blocks` blocks of LAYOUT (one unit each)."""
     clock, changes = HandClock(), ChangeLog()
     arena = HostArena.in_memory((blocks + 2) * 4_096)
@@ -126,7 +133,7 @@ def make_kit(*, blocks: int = 8, lease_ttl_ms: int = 30_000, reservation_ttl_ms:
         arena,
         node_id="n1",
         clock=clock,
-        changes=changes,
+        changes=changes if follower is None else TellEach(changes, follower),
         lease_ttl_ms=lease_ttl_ms,
         reservation_ttl_ms=reservation_ttl_ms,
     )

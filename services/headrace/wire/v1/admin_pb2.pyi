@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Selector(_message.Message):
-    __slots__ = ("model", "namespace", "block_hashes", "prefix_text", "prefix_token_ids", "idle_for_s", "older_than_s", "created_before_unix_ms", "holders", "tier", "free_bytes")
+    __slots__ = ("model", "namespace", "block_hashes", "prefix_text", "prefix_token_ids", "idle_for_s", "older_than_s", "created_before_unix_ms", "holders", "tier", "tenant", "free_bytes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class Selector(_message.Message):
     CREATED_BEFORE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     model: str
     namespace: str
@@ -29,8 +30,9 @@ class Selector(_message.Message):
     created_before_unix_ms: int
     holders: _containers.RepeatedScalarFieldContainer[str]
     tier: str
+    tenant: str
     free_bytes: int
-    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., prefix_text: _Optional[str] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., idle_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., created_before_unix_ms: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., prefix_text: _Optional[str] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., idle_for_s: _Optional[float] = ..., older_than_s: _Optional[float] = ..., created_before_unix_ms: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
     __slots__ = ("selector", "with_text", "limit")
@@ -53,7 +55,7 @@ class ListBlocksReply(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[BlockEntry, _Mapping]]] = ..., total_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
 
 class BlockEntry(_message.Message):
-    __slots__ = ("namespace", "model", "block_hash", "parent_hash", "position", "token_ids", "bytes", "holder", "tier", "hits", "age_s", "idle_s", "leases", "text", "base_namespace")
+    __slots__ = ("namespace", "model", "block_hash", "parent_hash", "position", "token_ids", "bytes", "holder", "tier", "hits", "age_s", "idle_s", "leases", "text", "producer", "created_unix_ms", "payload_xxh3", "base_namespace")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +70,9 @@ class BlockEntry(_message.Message):
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_XXH3_FIELD_NUMBER: _ClassVar[int]
     BASE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     model: str
@@ -83,8 +88,11 @@ class BlockEntry(_message.Message):
     idle_s: float
     leases: int
     text: str
+    producer: str
+    created_unix_ms: int
+    payload_xxh3: int
     base_namespace: str
-    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., block_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., holder: _Optional[str] = ..., tier: _Optional[str] = ..., hits: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., text: _Optional[str] = ..., base_namespace: _Optional[str] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., block_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., holder: _Optional[str] = ..., tier: _Optional[str] = ..., hits: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., text: _Optional[str] = ..., producer: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., payload_xxh3: _Optional[int] = ..., base_namespace: _Optional[str] = ...) -> None: ...
 
 class HolderError(_message.Message):
     __slots__ = ("holder", "error")
@@ -135,14 +143,16 @@ class HolderStat(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., incarnation: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hits_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("selector", "dry_run", "tokens_per_s")
+    __slots__ = ("selector", "dry_run", "who", "tokens_per_s")
     SELECTOR_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     selector: Selector
     dry_run: bool
+    who: str
     tokens_per_s: float
-    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., dry_run: _Optional[bool] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., dry_run: _Optional[bool] = ..., who: _Optional[str] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class EvictReply(_message.Message):
     __slots__ = ("reports", "lost_tokens", "lost_tokens_at_most", "tokens_per_s", "tokens_per_s_from")
@@ -237,3 +247,135 @@ class WorkerStatus(_message.Message):
     context_tokens_max: int
     metrics_port: int
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., host: _Optional[str] = ..., store_node: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[str] = ..., pid: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., context_tokens_max: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+
+class WhyMissRequest(_message.Message):
+    __slots__ = ("model", "text", "chat", "token_ids", "request_id", "cache_salt")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    text: str
+    chat: _containers.RepeatedCompositeFieldContainer[ChatTurn]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    request_id: str
+    cache_salt: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Iterable[_Union[ChatTurn, _Mapping]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class ChatTurn(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class WhyMissReply(_message.Message):
+    __slots__ = ("model", "namespace", "prompt_tokens", "block_tokens", "num_blocks", "runs", "reasons", "errors")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    namespace: str
+    prompt_tokens: int
+    block_tokens: int
+    num_blocks: int
+    runs: _containers.RepeatedCompositeFieldContainer[HolderRun]
+    reasons: _containers.RepeatedCompositeFieldContainer[MissReason]
+    errors: _containers.RepeatedCompositeFieldContainer[HolderError]
+    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[HolderRun, _Mapping]]] = ..., reasons: _Optional[_Iterable[_Union[MissReason, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
+
+class HolderRun(_message.Message):
+    __slots__ = ("holder", "held_blocks", "indexed_blocks")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    INDEXED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    held_blocks: int
+    indexed_blocks: int
+    def __init__(self, holder: _Optional[str] = ..., held_blocks: _Optional[int] = ..., indexed_blocks: _Optional[int] = ...) -> None: ...
+
+class MissReason(_message.Message):
+    __slots__ = ("kind", "detail", "holder", "first_block", "num_blocks")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    detail: str
+    holder: str
+    first_block: int
+    num_blocks: int
+    def __init__(self, kind: _Optional[str] = ..., detail: _Optional[str] = ..., holder: _Optional[str] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("namespace", "chain")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    chain: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("held_blocks", "removals", "remembers_since_unix_ms")
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMOVALS_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERS_SINCE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    held_blocks: int
+    removals: _containers.RepeatedCompositeFieldContainer[Removal]
+    remembers_since_unix_ms: int
+    def __init__(self, held_blocks: _Optional[int] = ..., removals: _Optional[_Iterable[_Union[Removal, _Mapping]]] = ..., remembers_since_unix_ms: _Optional[int] = ...) -> None: ...
+
+class Removal(_message.Message):
+    __slots__ = ("position", "reason", "unix_ms")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    reason: str
+    unix_ms: int
+    def __init__(self, position: _Optional[int] = ..., reason: _Optional[str] = ..., unix_ms: _Optional[int] = ...) -> None: ...
+
+class ReadBlockRequest(_message.Message):
+    __slots__ = ("holder", "namespace", "chain")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    namespace: str
+    chain: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, holder: _Optional[str] = ..., namespace: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class StoredBlock(_message.Message):
+    __slots__ = ("header", "payload", "holder")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    payload: bytes
+    holder: str
+    def __init__(self, header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., holder: _Optional[str] = ...) -> None: ...
+
+class WriteBlockReply(_message.Message):
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    def __init__(self, outcome: _Optional[str] = ...) -> None: ...
+
+class ReregisterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReregisterReply(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...

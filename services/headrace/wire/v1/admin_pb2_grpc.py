@@ -55,6 +55,11 @@ class CacheAdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.WhyMiss = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/WhyMiss',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
+                _registered_method=True)
 
 
 class CacheAdminServicer:
@@ -85,6 +90,13 @@ class CacheAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WhyMiss(self, request, context):
+        """gateway only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +119,11 @@ def add_CacheAdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.StatusReply.SerializeToString,
+            ),
+            'WhyMiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhyMiss,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +235,237 @@ class CacheAdmin:
             '/headrace.v1.CacheAdmin/Status',
             headrace_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WhyMiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/WhyMiss',
+            headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class NodeAdminStub:
+    """What the gateway asks single store nodes on behalf of operators. Served by store nodes only.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Explain = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/Explain',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
+        self.ReadBlock = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/ReadBlock',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ReadBlockRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.FromString,
+                _registered_method=True)
+        self.WriteBlock = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/WriteBlock',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.WriteBlockReply.FromString,
+                _registered_method=True)
+        self.Reregister = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/Reregister',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ReregisterRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ReregisterReply.FromString,
+                _registered_method=True)
+
+
+class NodeAdminServicer:
+    """What the gateway asks single store nodes on behalf of operators. Served by store nodes only.
+    """
+
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadBlock(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteBlock(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reregister(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_NodeAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+            ),
+            'ReadBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadBlock,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ReadBlockRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.SerializeToString,
+            ),
+            'WriteBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteBlock,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.WriteBlockReply.SerializeToString,
+            ),
+            'Reregister': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reregister,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ReregisterRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ReregisterReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'headrace.v1.NodeAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('headrace.v1.NodeAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class NodeAdmin:
+    """What the gateway asks single store nodes on behalf of operators. Served by store nodes only.
+    """
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/Explain',
+            headrace_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/ReadBlock',
+            headrace_dot_v1_dot_admin__pb2.ReadBlockRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.StoredBlock.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/WriteBlock',
+            headrace_dot_v1_dot_admin__pb2.StoredBlock.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.WriteBlockReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reregister(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/Reregister',
+            headrace_dot_v1_dot_admin__pb2.ReregisterRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ReregisterReply.FromString,
             options,
             channel_credentials,
             insecure,

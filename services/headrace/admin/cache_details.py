@@ -1,0 +1,199 @@
+"""`headrace cache show` and `cache why-miss`: one block on every holder, and why a prompt was not found."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from headrace.admin.connection import address_option, connect
+from headrace.admin.selection import HASH_LENGTHS, TokenIds
+from headrace.admin.terminal import (
+    EXIT_INCOMPLETE,
+    human_bytes,
+    human_seconds,
+    json_option,
+    print_json,
+    print_table,
+    say,
+)
+from headrace.client import BlockEntry, Message, MissExplanation, Prompt, Selector
+from headrace.core.errors import InvalidRequest
+
+
+@click.command("show")
+@click.argument("block", metavar="HASH|PREFIX")
+@click.option("--model", default="", help="Needed only when more than one is served.")
+@address_option
+@json_option
+def show_block(*, block: str, model: str, address: str, as_json: bool) -> None:
+    """Show one block on every holder: tier, size, hits, age, and what its header says.
+
+    HASH is a whole block hash as `cache ls` prints it. Anything else is a prefix's text, which names its last full
+    block, in every trust group and under every salt.
+
+    \b
+    Examples:
+      headrace cache show 5d0c5b1e0f9a4c0d8e7f6a5b4c3d2e1f
+      headrace cache show "You are a helpful assistant" --json
+    """
+    block_hash = _hash(block)
+    selector = Selector(model=model, block_hashes=(block_hash,)) if block_hash else Selector(model, prefix_text=block)
+    with connect(address) as client:
+        listing = client.list_blocks(selector, with_text=True)
+    copies = _named(listing.blocks, block_hash)
+    below = len({found.block_hash for found in listing.blocks}) - len({found.block_hash for found in copies})
+    if as_json:
+        print_json({"copies": copies, "blocks_behind": below, "errors": dict(listing.errors)})
+    elif copies:
+        _print_copies(copies)
+        say(f"{below:,} more blocks stand on it")
+    for holder, error in listing.errors:
+        say(f"incomplete: {holder}: {error}")
+    if listing.errors:
+        raise SystemExit(EXIT_INCOMPLETE)
+    if not copies:
+        say("no holder has it (`headrace cache why-miss` says why)")
+
+
+def _hash(text: str) -> bytes:
+    try:
+        parsed = bytes.fromhex(text)
+    except ValueError:
+        return b""
+    return parsed if len(parsed) in HASH_LENGTHS else b""
+
+
+def _named(blocks: Sequence[BlockEntry], block_hash: bytes) -> list[BlockEntry]:
+    """The copies of the named block: of that hash, or where a prefix ends, which is first in each namespace."""
+    if block_hash:
+        return [block for block in blocks if block.block_hash == block_hash]
+    ends: dict[str, int] = {}
+    for block in blocks:
+        ends[block.namespace] = min(block.position, ends.get(block.namespace, block.position))
+    return [block for block in blocks if block.position == ends[block.namespace]]
+
+
+def _print_copies(copies: Sequence[BlockEntry]) -> None:
+    rows = [
+        [
+            block.holder,
+            block.tier,
+            f"{len(block.token_ids):,}",
+            human_bytes(block.bytes),
+            f"{block.hits:,}",
+            human_seconds(block.age_s),
+            human_seconds(block.idle_s),
+            f"{block.leases:,}",
+        ]
+        for block in copies
+    ]
+    print_table(["holder ", "tier ", "tokens", "size", "hits", "age", "idle", "leases"], rows)
+    for block in {(copy.namespace, copy.block_hash): copy for copy in reversed(copies)}.values():
+        created = datetime.fromtimestamp(block.created_unix_ms / 1_000, UTC).isoformat(timespec="seconds")
+        fields = {
+            "block": block.block_hash.hex(),
+            "parent": block.parent_hash.hex(),
+            "position": f"{block.position} (tokens {block.position * len(block.token_ids):,} and on)",
+            "model": block.model or "(no live worker serves it)",
+            "namespace": block.namespace,
+            "narrowed from": block.base_namespace if block.base_namespace != block.namespace else "-",
+            "producer": block.producer or "(not kept at hand by this tier)",
+            "created": created if block.created_unix_ms else "-",
+            "checksum": f"{block.payload_xxh3:016x}" if block.payload_xxh3 else "-",
+            "text": repr(block.text),
+        }
+        click.echo()
+        print_table(["header ", " "], [[name, value] for name, value in fields.items()])
+
+
+@click.command("why-miss")
+@click.argument("prompt", required=False)
+@click.option("--token-ids", type=TokenIds(), default=None, help="The prompt as token ids: 1,2,3.")
+@click.option("--chat", is_flag=True, help="PROMPT is one user message, put through the model's chat template.")
+@click.option("--system", default="", help="System message before it; implies --chat.")
+@click.option("--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read PROMPT from a file.")
+@click.option("--request", "request_id", default="", help="A request that this gateway served lately, by its id.")
+@click.option("--cache-salt", default="", help="The cache_salt that the request had.")
+@click.option("--model", default="", help="Needed only when more than one is served.")
+@address_option
+@json_option
+def why_miss(
+    *,
+    prompt: str | None,
+    token_ids: tuple[int, ...] | None,
+    chat: bool,
+    system: str,
+    file: Path | None,
+    request_id: str,
+    cache_salt: str,
+    model: str,
+    address: str,
+    as_json: bool,
+) -> None:
+    """Say why a prompt is not (all) in the cache, as of now.
+
+    Never stored; evicted, when, by whom and why; its holder is gone; another namespace has it and which field differs;
+    too short for one block; or the index and a node disagree.
+
+    \b
+    Examples:
+      headrace cache why-miss "You are a helpful assistant. ..."
+      headrace cache why-miss --chat --system "Be brief." "Hello"
+      headrace cache why-miss --request 5f0c1d2e3b4a59687786a5b4
+    """
+    asked = _prompt(prompt, token_ids, file, as_chat=chat or bool(system), system=system)
+    if (asked is None) == (not request_id):
+        raise click.UsageError("give one of PROMPT, --file, --token-ids and --request")
+    with connect(address) as client:
+        found = client.why_miss(asked, model=model, request_id=request_id, cache_salt=cache_salt)
+    if as_json:
+        print_json(found)
+    else:
+        _print_explanation(found)
+    for holder, error in found.errors:
+        say(f"incomplete: {holder}: {error}")
+    if found.errors:
+        raise SystemExit(EXIT_INCOMPLETE)
+
+
+def _prompt(
+    text: str | None, token_ids: tuple[int, ...] | None, file: Path | None, *, as_chat: bool, system: str
+) -> Prompt | None:
+    given = [value for value in (text, token_ids, file) if value is not None]
+    if len(given) > 1:
+        raise click.UsageError("give one of PROMPT, --file and --token-ids")
+    if token_ids is not None:
+        return token_ids
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"{file} is not UTF-8 text", param="file") from None
+    if text is None:
+        return None
+    if not as_chat:
+        return text
+    return [*([Message("system", system)] if system else []), Message("user", text)]
+
+
+def _print_explanation(found: MissExplanation) -> None:
+    partial = found.prompt_tokens - found.num_blocks * found.block_tokens
+    click.echo(
+        f"{found.model}: {found.prompt_tokens:,} tokens are {found.num_blocks:,} blocks of {found.block_tokens}"
+        f" and {partial} tokens that are never kept; namespace {found.namespace}"
+    )
+    if found.runs:
+        rows = [[run.holder, f"{run.held_blocks:,}", f"{run.indexed_blocks:,}"] for run in found.runs]
+        print_table(["holder ", "leading blocks", "in the index"], rows)
+        click.echo()
+    rows = [
+        [
+            reason.kind,
+            f"{reason.first_block}-{reason.first_block + reason.num_blocks - 1}" if reason.num_blocks else "",
+            reason.holder,
+            reason.detail,
+        ]
+        for reason in found.reasons
+    ]
+    print_table(["why ", "blocks ", "holder ", "detail "], rows)

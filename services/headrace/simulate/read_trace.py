@@ -1,0 +1,165 @@
+"""Read a request trace with block ids, plain or gzipped, into prompts as chains of small integers.
+
+Owns the two public shapes: one request per line with `input_length` and `hash_ids` (Mooncake and what is derived from
+it), and one conversation per line with `requests` that have `hash_runs` (callanjfox/kv-cache-tester, run-length coded).
+Knows nothing of caches. Equal ids mean equal prefixes; a file in which they do not is refused, with the request.
+"""
+
+import gzip
+import heapq
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import InvalidRequest
+
+# Block sizes that a trace without one is tried with.
+BLOCK_TOKENS_TRIED = (16, 32, 64, 128, 256, 512, 1_024)
+
+# Conversations of a file of conversations that are replayed at the same time.
+USERS_DEFAULT = 32
+
+# Longest time that a user of such a file waits between two requests; recorded gaps reach hours.
+GAP_S_MAX = 60.0
+
+# Requests between two reports of progress.
+REPORT_EVERY = 5_000
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One prompt: its length and the ids of its blocks, first to last. The last block may be partial."""
+
+    input_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival. Ids are 0..num_blocks-1; a block always follows the same block."""
+
+    requests: tuple[TracedRequest, ...]
+    block_tokens: int
+    num_blocks: int
+
+
+def read_trace(
+    path: Path, *, report: Report, block_tokens: int | None = None, merge_blocks: int = 1, users: int = USERS_DEFAULT
+) -> Trace:
+    """Read a trace file. Raises InvalidRequest for a file that is not one, naming the line.
+
+    `block_tokens` None: the size that fits all lengths. `merge_blocks` N makes one block of N (what is left over at the
+    end of a prompt is not cached): long contexts in small blocks replay N times faster. `users` is for files of
+    conversations: so many run at the same time, in the order of the file.
+    """
+    first = next(_lines(path), None)
+    if first is None:
+        raise InvalidRequest(f"{path}: the file has no requests", param="trace")
+    if "hash_ids" in first[1]:
+        raw = [_prompt_of(path, number, line) for number, line in _lines(path)]
+        size = block_tokens or _fitting_block_tokens(path, raw)
+        prompts: Iterable[tuple[int, Iterable[Any]]] = raw
+    elif "requests" in first[1]:
+        size = block_tokens or int(first[1].get("block_size", 64))
+        prompts = _interleave(path, users)
+    else:
+        raise InvalidRequest(f"{path}: line 1 has neither hash_ids nor requests", param="trace")
+    return _number_blocks(path, prompts, block_tokens=size * merge_blocks, merge_blocks=merge_blocks, report=report)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            for number, text in enumerate(lines, start=1):
+                line = json.loads(text)
+                if not isinstance(line, dict):
+                    raise InvalidRequest(f"{path}: line {number} is not a JSON object", param="trace")
+                yield number, line
+    except (OSError, EOFError, ValueError) as error:
+        raise InvalidRequest(f"{path} is not a trace of JSON lines: {error}", param="trace") from error
+
+
+def _prompt_of(path: Path, number: int, line: dict[str, Any]) -> tuple[int, list[int]]:
+    try:
+        return int(line["input_length"]), [int(block) for block in line["hash_ids"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{path}: line {number} lacks input_length or hash_ids", param="trace") from error
+
+
+def _fitting_block_tokens(path: Path, prompts: list[tuple[int, list[int]]]) -> int:
+    """The block size with which every prompt has as many ids as blocks, its partial last one counted or not."""
+    for size in BLOCK_TOKENS_TRIED:
+        if all(len(ids) in (tokens // size, -(-tokens // size)) for tokens, ids in prompts):
+            return size
+    raise InvalidRequest(f"{path}: no usual block size fits the lengths; name one", param="block_tokens")
+
+
+def _number_blocks(
+    path: Path, prompts: Iterable[tuple[int, Iterable[Any]]], *, block_tokens: int, merge_blocks: int, report: Report
+) -> Trace:
+    """Give ids small numbers, merge blocks, and check that a block always follows the same block."""
+    numbers: dict[Any, int] = {}
+    parents: list[int] = []
+    requests = []
+    for count, (tokens, ids) in enumerate(prompts, start=1):
+        chain = []
+        parent = -1
+        for name in list(ids)[merge_blocks - 1 :: merge_blocks]:
+            block = numbers.setdefault(name, len(numbers))
+            if block == len(parents):
+                parents.append(parent)
+            elif parents[block] != parent:
+                raise InvalidRequest(f"{path}: request {count} has block {name!r} behind another block", param="trace")
+            chain.append(block)
+            parent = block
+        requests.append(TracedRequest(input_tokens=tokens, block_ids=tuple(chain)))
+        if count % REPORT_EVERY == 0:
+            report(f"read {count:,} requests, {len(numbers):,} different blocks")
+    return Trace(requests=tuple(requests), block_tokens=block_tokens, num_blocks=len(numbers))
+
+
+def _interleave(path: Path, users: int) -> Iterator[tuple[int, Iterable[Any]]]:
+    """Requests of conversations as `users` people would send them, each taking the next conversation of the file."""
+    conversations = _lines(path)
+    waiting: list[tuple[float, int, Iterator[tuple[float, dict[str, Any]]], int, dict[str, Any]]] = []
+
+    def take_next(user: int, now_s: float) -> None:
+        for number, line in conversations:
+            steps = _paced(sorted(_flatten(line["requests"], 0.0), key=lambda step: step[0]))
+            for gap_s, request in steps:
+                heapq.heappush(waiting, (now_s + gap_s, user, steps, number, request))
+                return
+
+    for user in range(users):
+        take_next(user, 0.0)
+    while waiting:
+        now_s, user, steps, number, request = heapq.heappop(waiting)
+        runs = request["hash_runs"]
+        # Ids are local to a conversation: the line number makes them global.
+        yield int(request["in"]), [(number, first + i) for first, count in runs for i in range(count)]
+        following = next(steps, None)
+        if following is None:
+            take_next(user, now_s)
+        else:
+            heapq.heappush(waiting, (now_s + following[0], user, steps, number, following[1]))
+
+
+def _flatten(requests: list[dict[str, Any]], start_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+    for request in requests:
+        at_s = start_s + float(request["t"])
+        if "requests" in request:
+            yield from _flatten(request["requests"], at_s)
+        elif request.get("hash_runs"):
+            yield at_s, request
+
+
+def _paced(steps: list[tuple[float, dict[str, Any]]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Each request with the seconds to wait before it, the recorded gap cut at GAP_S_MAX."""
+    before_s = None
+    for at_s, request in steps:
+        yield (0.0 if before_s is None else min(GAP_S_MAX, at_s - before_s)), request
+        before_s = at_s

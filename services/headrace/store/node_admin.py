@@ -1,0 +1,96 @@
+"""NodeAdmin of one store node: what the gateway asks it for operators beyond listing and evicting.
+
+Explains what is missing, reads and writes single blocks (a file of them is the client's business), and registers
+everything with the index again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from headrace.blocks.block_codec import decode_header
+from headrace.blocks.claims import SlotReserved
+from headrace.core.block import BlockHash, Chain, NamespaceId, payload_digest
+from headrace.core.errors import BlockCorrupt, BlockMissing, InvalidRequest
+from headrace.core.limits import CHAIN_BLOCKS_MAX
+from headrace.core.ports import AlreadyStored
+from headrace.store.cache_admin import answer
+from headrace.store.removal_log import RemovalLog
+from headrace.store.store_node import StoreNode
+from headrace.wire.v1 import admin_pb2 as pb
+from headrace.wire.v1 import admin_pb2_grpc as pb_grpc
+
+
+class NodeAdmin(pb_grpc.NodeAdminServicer):
+    """Register with `add_NodeAdminServicer_to_server`."""
+
+    def __init__(self, node: StoreNode, removals: RemovalLog, *, want_registration: Callable[[], None]) -> None:
+        """want_registration: has everything that the node holds registered with the index again, soon."""
+        self._node = node
+        self._removals = removals
+        self._want_registration = want_registration
+
+    async def Explain(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """How much of a chain is here, and what is remembered of the blocks that are not."""
+        return await answer(context, self._explain(request))
+
+    async def ReadBlock(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Header and payload of the last block of a chain."""
+        return await answer(context, self._read(request))
+
+    async def WriteBlock(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Store one block through reserve and commit, which check it as they check a worker's."""
+        return await answer(context, self._write(request))
+
+    async def Reregister(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Void what the index says of this node, and register what it holds."""
+        self._node.renew_incarnation()
+        self._want_registration()
+        return pb.ReregisterReply(blocks=len(self._node.inventory()))
+
+    async def _explain(self, request: Any) -> Any:
+        namespace, chain = _chain(request)
+        reply = pb.ExplainReply(
+            held_blocks=self._node.lookup(namespace, chain), remembers_since_unix_ms=self._removals.since_unix_ms
+        )
+        for position in range(reply.held_blocks, len(chain)):
+            removal = self._removals.find(namespace, chain[position])
+            if removal is not None:
+                reply.removals.add(position=position, reason=removal.reason, unix_ms=removal.unix_ms)
+        return reply
+
+    async def _read(self, request: Any) -> Any:
+        namespace, chain = _chain(request)
+        if not chain:
+            raise InvalidRequest("the chain is empty", param="chain")
+        lease = self._node.lease(namespace, chain, first_block=len(chain) - 1)
+        try:
+            if not lease.blocks:
+                raise BlockMissing(chain[-1])
+            (payload,) = self._node.leased_payloads(lease.lease_id)
+            return pb.StoredBlock(header=lease.blocks[0].header_bytes, payload=bytes(payload))
+        finally:
+            self._node.release(lease.lease_id)
+
+    async def _write(self, request: Any) -> Any:
+        try:
+            header = decode_header(request.header)
+            if len(request.payload) != header.payload_bytes or payload_digest(request.payload) != header.payload_xxh3:
+                raise BlockCorrupt(header.block_hash, "payload does not match its header")
+            (outcome,) = self._node.reserve([header])
+        except BlockCorrupt as corrupt:
+            raise InvalidRequest(
+                f"this block is refused: {corrupt.why}; nothing was stored", param="block"
+            ) from corrupt
+        if not isinstance(outcome, SlotReserved):
+            return pb.WriteBlockReply(outcome="already stored" if isinstance(outcome, AlreadyStored) else "no room")
+        outcome.buffer[:] = request.payload
+        self._node.commit(outcome.reservation_id, header.payload_xxh3)
+        return pb.WriteBlockReply(outcome="stored")
+
+
+def _chain(request: Any) -> tuple[NamespaceId, Chain]:
+    if len(request.chain) > CHAIN_BLOCKS_MAX:
+        raise InvalidRequest(f"a chain has at most {CHAIN_BLOCKS_MAX} blocks", param="chain")
+    return NamespaceId(request.namespace), tuple(BlockHash(block_hash) for block_hash in request.chain)

@@ -1,0 +1,64 @@
+"""The store node's memory of what left it, when and why: bounded, in order, forgotten when the process ends.
+
+A follower of the node's changes. A block that is stored again is not missing any more, so its removal is forgotten.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from headrace.core.block import BlockHash, BlockHeader, NamespaceId
+from headrace.core.clock import Clock
+from headrace.core.limits import REMOVALS_REMEMBERED
+
+# What leaves outside of an operator's eviction: eviction has one reason, and broken bytes are counted by themselves.
+MADE_ROOM = "evicted to make room (or dropped because its bytes were broken)"
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedRemoval:
+    """One block left."""
+
+    reason: str
+    unix_ms: int
+
+
+class RemovalLog:
+    """`block_changes.BlockChanges` that remembers removals."""
+
+    def __init__(self, clock: Clock, *, removals_max: int = REMOVALS_REMEMBERED) -> None:
+        self._clock = clock
+        self._removals_max = removals_max
+        self._removals: dict[tuple[NamespaceId, BlockHash], RememberedRemoval] = {}
+        self._reason = MADE_ROOM
+        self._since_unix_ms = clock.unix_ms()
+
+    @property
+    def since_unix_ms(self) -> int:
+        """Removals from then on are remembered; of what left before nothing is known."""
+        return self._since_unix_ms
+
+    def added(self, header: BlockHeader) -> None:
+        """As BlockChanges.added."""
+        self._removals.pop((header.namespace, header.block_hash), None)
+
+    def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
+        """As BlockChanges.removed."""
+        self._removals.pop((namespace, block_hash), None)
+        self._removals[(namespace, block_hash)] = RememberedRemoval(self._reason, self._clock.unix_ms())
+        if len(self._removals) > self._removals_max:
+            oldest = next(iter(self._removals))
+            self._since_unix_ms = self._removals.pop(oldest).unix_ms
+
+    def find(self, namespace: NamespaceId, block_hash: BlockHash) -> RememberedRemoval | None:
+        """When and why that block left; None when it did not, or longer ago than is remembered."""
+        return self._removals.get((namespace, block_hash))
+
+    @contextmanager
+    def because(self, reason: str) -> Iterator[None]:
+        """Give what leaves within the scope this reason. One step of the event loop: no await inside."""
+        before, self._reason = self._reason, reason
+        try:
+            yield
+        finally:
+            self._reason = before
