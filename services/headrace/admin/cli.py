@@ -17,7 +17,11 @@ from headrace.admin.terminal import EXIT_CODE_HELP, ErrorGroup
 from headrace.admin.warm_command import warm_cache
 
 
-@click.group(cls=ErrorGroup, epilog=EXIT_CODE_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+# Wide terminals show a command's first sentence whole.
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+@click.group(cls=ErrorGroup, epilog=EXIT_CODE_HELP, context_settings=CONTEXT)
 @click.version_option(__version__, package_name="headrace")
 def main() -> None:
     """Headrace: a distributed prefix cache for LLM inference."""

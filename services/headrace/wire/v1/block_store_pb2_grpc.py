@@ -108,8 +108,8 @@ class BlockStoreServicer:
 
     def Abort(self, request, context):
         """Fetch and Fill carry raw payload bytes (identity serialisers) and are registered beside these under the same
-        service: /headrace.v1.BlockStore/Fetch  request: FetchRequest bytes, reply: stream of payload chunks, block after
-        block, each block cut into chunks of at most FETCH_CHUNK_BYTES. /headrace.v1.BlockStore/Fill  request: stream, the
+        service: /headrace.v1.BlockStore/Fetch  request: FetchRequest bytes, reply: stream of payload bytes, block after
+        block: whole blocks, as many as FETCH_CHUNK_BYTES has room for, or one piece of a longer block. /headrace.v1.BlockStore/Fill  request: stream, the
         first message FillStart bytes, then payload chunks; reply: CommitReply bytes. Fill commits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

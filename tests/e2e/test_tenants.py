@@ -1,0 +1,112 @@
+"""Tenants in a whole local system: keys through Serve's two proxies, real engines, a real store node, the real CLI."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from local_system import BLOCK_TOKENS, make_config, wait_until
+
+from headrace.admin.cli import main
+from headrace.client import HeadraceClient, Sampling
+from headrace.core.errors import PermissionDenied, Unauthenticated
+from headrace.core.tenants import HashedKey, new_key
+from headrace_cluster.launch_local import down, launch_local
+from headrace_cluster.local_instance import InstanceState
+
+KEYS = {name: new_key() for name in ("one", "two", "operator")}
+PROMPT = list(range(40, 40 + 6 * BLOCK_TOKENS))  # six blocks, of which a repeat can use five
+HIT = 5 * BLOCK_TOKENS
+Ask = Callable[[str], int]
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InstanceState]:
+    """A system of one worker with a tenants file: two users and an operator."""
+    directory = tmp_path_factory.mktemp("guarded")
+    entries = [
+        f"- {{name: {name}, role: {'admin' if name == 'operator' else 'user'}, keys: ['{HashedKey.of(key).spell()}']}}"
+        for name, key in KEYS.items()
+    ]
+    (directory / "tenants.yaml").write_text("\n".join(["tenants:", *entries]))
+    config = make_config(
+        tiny_model,
+        directory / "state",
+        prefill_workers=0,
+        decode_workers=1,
+        tenants_file=str(directory / "tenants.yaml"),
+        hash_algorithm="sha256",
+    )
+    yield launch_local(config, report=print)
+    down(directory / "state", report=print)
+
+
+@pytest.fixture(params=["http", "grpc"])
+def ask(request: pytest.FixtureRequest, guarded: InstanceState) -> Ask:
+    """Cached tokens of a request by a tenant, through either front door, each with a prompt of its own."""
+    prompt = [*PROMPT, *(b"http" if request.param == "http" else b"grpc")]
+    prompt = prompt[4:] if request.param == "http" else [*prompt[8:], 41, 43, 47, 53]
+
+    def by_grpc(tenant: str) -> int:
+        with HeadraceClient(guarded.grpc_target, api_key=KEYS[tenant]) as client:
+            return client.generate(prompt, sampling=Sampling(max_tokens=2, ignore_eos=True)).usage.cached.total
+
+    def by_http(tenant: str) -> int:
+        body = {"model": model_name, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+        reply = post(guarded, "/v1/completions", body, KEYS[tenant])
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with HeadraceClient(guarded.grpc_target, api_key=KEYS["operator"]) as client:
+        model_name = client.list_models()[0].id
+    return by_http if request.param == "http" else by_grpc
+
+
+def post(system: InstanceState, path: str, body: dict, key: str) -> dict:
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    asked = urllib.request.Request(system.http_url + path, json.dumps(body).encode(), headers)
+    with closing(urllib.request.urlopen(asked, timeout=30)) as reply:
+        return json.load(reply)
+
+
+def cli(system: InstanceState, tenant: str, *arguments: str) -> dict:
+    environment = {"HEADRACE_ADDRESS": system.grpc_target, "HEADRACE_API_KEY": KEYS[tenant]}
+    done = CliRunner(env=environment).invoke(main, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_one_tenants_blocks_are_hit_listed_and_evicted_by_itself_only(guarded: InstanceState, ask: Ask):
+    """The paired test with real engines, then scoped eviction by the CLI. Fails when a tenant hits, counts or evicts
+    what another sent; void when nobody hits."""
+    assert [ask(tenant) for tenant in ("one", "one", "two", "two", "one")] == [0, HIT, 0, HIT, HIT]
+
+    def blocks_of(tenant: str) -> int:
+        return cli(guarded, tenant, "cache", "ls", "--blocks")["total_blocks"]
+
+    wait_until(lambda: blocks_of("one") == blocks_of("two") > 0, within_s=5, what="both tenants' blocks are stored")
+    cli(guarded, "one", "cache", "evict", "--all", "--yes")
+    assert (blocks_of("one"), ask("two")) == (0, HIT)
+    assert ask("one") == 0
+    cli(guarded, "two", "cache", "evict", "--all", "--yes")
+    assert (ask("one"), ask("two")) == (HIT, 0)
+    assert blocks_of("operator") >= blocks_of("one") + blocks_of("two")
+    cli(guarded, "operator", "cache", "evict", "--all", "--yes")
+    assert (ask("one"), ask("two")) == (0, 0)
+
+
+def test_a_call_without_a_known_key_is_refused_with_the_same_error_by_both_proxies(guarded: InstanceState):
+    """Fails when Serve's proxies drop the key or the refusal's fields on their way."""
+    for key in ("", new_key()):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(guarded, "/v1/completions", {"model": "m", "prompt": "x"}, key)
+        assert (refused.value.code, refused.value.headers["www-authenticate"]) == (401, "Bearer")
+        with HeadraceClient(guarded.grpc_target, api_key=key) as client:
+            for call in (client.list_models, client.stat, lambda client=client: client.generate("x")):
+                with pytest.raises(Unauthenticated):
+                    call()
+    with HeadraceClient(guarded.grpc_target, api_key=KEYS["one"]) as client, pytest.raises(PermissionDenied):
+        client.status()
