@@ -16,7 +16,6 @@ from headrace.admin.tenant_commands import tenants
 from headrace.admin.terminal import EXIT_CODE_HELP, ErrorGroup
 from headrace.admin.warm_command import warm_cache
 
-
 # Wide terminals show a command's first sentence whole.
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
