@@ -4,6 +4,7 @@ A setting's name is its YAML key; `HEADRACE_` + upper case is its environment va
 win over the environment, which wins over the file, which wins over the default. Unknown keys are refused.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -58,6 +59,8 @@ class StoreSettings:
         DEFAULT_POLICY.value, "What leaves a full arena: adaptive, lru, gdsf, lfu or arc (docs/eviction.md)."
     )
     arena_dir: str = setting("/dev/shm", "Directory of the arena file; a memory-backed file system.")
+    disk_gb: float = setting(0.0, "Disk for what the arena has no room for, in GiB. 0: no disk tier.")
+    disk_dir: str = setting("", "Directory of the disk tier. Default: ~/.cache/headrace/blocks.")
     store_host: str = setting("127.0.0.1", "Address on which the store node serves gRPC. On Ray, auto: its node's own.")
     store_port: int = setting(0, "Port of the store node. 0: any free one.")
     kv_events_endpoint: str = setting(
@@ -215,6 +218,8 @@ def _convert(key: str, value: Any, default: Any) -> Any:
             return kind(text)
         except (ValueError, KeyError):
             raise ConfigInvalid(key, f"{value!r} is not {KIND_NAMES[kind]}") from None
+    if kind is float and type(value) is int:
+        return float(value)
     if kind is not type(value):
         raise ConfigInvalid(key, f"{value!r} is not {KIND_NAMES[kind]}")
     return value
@@ -242,6 +247,8 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("kv_events_layout", "must be map or array")
     if config.store.kv_events_hashes not in ("int", "bytes"):
         raise ConfigInvalid("kv_events_hashes", "must be int or bytes")
+    if not 0 <= config.store.disk_gb < math.inf:
+        raise ConfigInvalid("disk_gb", "must be a size in GiB, or 0")
     for key, port in (
         ("store_port", config.store.store_port),
         ("http_port", config.gateway.http_port),

@@ -22,10 +22,8 @@ VERBS = frozenset(
     "build choose convert decode evict explain fetch generate launch load prefill probe publish recover register "
     "render route sample schedule serve tokenize verify".split()
 )
-# Things whose name begins with a word that is a verb elsewhere.
-NOUNS = frozenset({"prefill_rate"})
 # A stem of one word (`engine.py`, `explain.py`) is a thing even where the word is also a verb.
-VERB_FILES = [p for p in SOURCES if "_" in p.stem and p.stem.split("_")[0] in VERBS and p.stem not in NOUNS]
+VERB_FILES = [p for p in SOURCES if "_" in p.stem and p.stem.split("_")[0] in VERBS]
 NOT_EMPTY = [p for p in SOURCES if p.name != "__init__.py" or p.read_text(encoding="utf-8").strip()]
 # A port's in-memory twin may be used by tests only; a package is referenced by what is in it.
 REFERENCED = [p for p in SOURCES if p.name not in ("__init__.py", "__main__.py") and not p.stem.startswith("memory_")]

@@ -61,7 +61,8 @@ def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
 
 
 def _stat(pool: BlockPool, worker: WorkerRecord) -> HolderStat:
-    """Committed is what sequences use and what is kept for reuse; leased is what sequences use."""
+    """Committed is what sequences use and what is kept for reuse; leased is what sequences use. Free is empty: what is
+    kept could make room too, but is not counted twice."""
     layout: KvLayout = worker.namespace.layout
     available, kept = pool.available_blocks, pool.kept_blocks
     empty = max(0, available - kept)
@@ -70,7 +71,7 @@ def _stat(pool: BlockPool, worker: WorkerRecord) -> HolderStat:
         tier=Tier.DEVICE,
         incarnation=worker.incarnation,
         total_blocks=pool.num_blocks,
-        free_blocks=available,
+        free_blocks=empty,
         committed_blocks=pool.num_blocks - empty,
         reserved_blocks=0,
         leased_blocks=pool.num_blocks - available,

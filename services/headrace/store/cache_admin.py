@@ -34,11 +34,16 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
         membership: Membership,
         record: Callable[[], StoreNodeRecord],
         removals: RemovalLog | None = None,
+        *,
+        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """removals: follows the node's changes; without it nothing is remembered."""
+        """removals: follows the node's changes; without it nothing is remembered.
+        settle: awaited after an eviction, until what it removed stays removed after a crash.
+        """
         self._node = node
         self._removals = removals
         self._membership = membership
+        self._settle = settle
         self._record = record
 
     async def ListBlocks(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -47,7 +52,7 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
 
     async def Stat(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """This node's books."""
-        return pb.StatReply(holders=[render.render_holder_stat(self._node.stat())])
+        return pb.StatReply(holders=[render.render_holder_stat(stat) for stat in self._node.stats()])
 
     async def Evict(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """Evict here; one report."""
@@ -75,6 +80,8 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
         removals = self._removals or RemovalLog(SystemClock(), removals_max=0)
         with removals.because(f"evicted by operator {request.who or 'of this node'}"):
             reports = [self._node.evict(each, dry_run=request.dry_run) for each in self._per_namespace(selector, known)]
+        if not request.dry_run and self._settle is not None:
+            await self._settle()
         total = EvictReport(
             holder=self._node.holder_id,
             blocks=sum(report.blocks for report in reports),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from headrace.blocks.disk_tier import DiskTier, disk_path, open_disk, remove_disk
 from headrace.blocks.host_arena import HostArena, arena_path, host_id, open_arena
 from headrace.config import StoreSettings, load_config, settings_table
 from headrace.core.clock import Clock, SystemClock
@@ -29,9 +30,12 @@ from headrace.core.ports import BlockIndex, Membership
 from headrace.store.announce_node import announce_node
 from headrace.store.block_changes import BlockChanges, TellEach
 from headrace.store.cache_admin import CacheAdminOfNode
+from headrace.store.disk_metrics import DiskMetrics
+from headrace.store.disk_mover import DiskMover
 from headrace.store.kv_events import KvEvents
 from headrace.store.node_admin import NodeAdmin
 from headrace.store.recover_arena import recover_arena
+from headrace.store.recover_disk import RecoveredDisk, recover_disk
 from headrace.store.register_blocks import PendingChanges, register_blocks
 from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
@@ -83,7 +87,10 @@ class StoreNodeService:
         self._address = ""
         self._arena: HostArena | None = None
         self._node: StoreNode | None = None
-        self._stat: HolderStat | None = None  # as of the last scan, for the scraping thread
+        self._disk: DiskTier | None = None
+        self._mover: DiskMover | None = None
+        self._disk_metrics: DiskMetrics | None = None
+        self._stats: list[HolderStat] = []  # as of the last scan, for the scraping thread
         self._counted = dict.fromkeys(EvictionReason, 0)
 
     @property
@@ -119,20 +126,24 @@ class StoreNodeService:
         arena = open_arena(arena_path(self._settings.arena_dir, self._node_id), self._settings.arena_mb << 20)
         self._arena = arena
         try:
-            recovered = recover_arena(arena)
+            recovered, disk = recover_arena(arena), self._open_disk()
             self._node = StoreNode(
                 arena,
                 node_id=self._node_id,
                 clock=self._clock,
                 changes=self._followers(),
                 recovered=recovered,
+                disk=disk,
                 eviction_policy=PolicyName(self._settings.eviction_policy),
                 **self._ttls,
             )
             _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
             self._address = self._bind()
-            serve_blocks(self._server, self._node)
-            admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record, self._removals)
+            if self._disk is not None:
+                self._mover = DiskMover(self._node, self._disk, self._clock)
+            serve_blocks(self._server, self._node, promote=self._mover.promote if self._mover else None)
+            settle = self._mover.settle if self._mover else None
+            admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record, self._removals, settle=settle)
             of_node = NodeAdmin(self._node, self._removals, want_registration=self._changes.want_restart)
             admin_pb2_grpc.add_NodeAdminServicer_to_server(of_node, self._server)  # type: ignore[no-untyped-call]
             admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
@@ -160,6 +171,8 @@ class StoreNodeService:
             except IndexUnavailable:
                 _log.warning("the record was not withdrawn; it ends by itself in %d ms", MEMBER_TTL_MS)
         await self._server.stop(STOP_GRACE_MS / 1_000)
+        if self._mover is not None:
+            await self._mover.stop()
         self._close(remove_arena=remove_arena)
 
     async def failed(self) -> None:
@@ -181,10 +194,30 @@ class StoreNodeService:
                 self._arena.remove()
             self._arena.close()
             self._arena = None
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+            if remove_arena and not self._settings.disk_dir:
+                remove_disk(self._disk_dir, self._node_id)
+
+    @property
+    def _disk_dir(self) -> Path:
+        return Path(self._settings.disk_dir or "~/.cache/headrace/blocks").expanduser()
+
+    def _open_disk(self) -> RecoveredDisk | None:
+        """The disk tier and what it holds; None when it is off."""
+        if self._settings.disk_gb == 0:
+            return None
+        self._disk = open_disk(disk_path(self._disk_dir, self._node_id), int(self._settings.disk_gb * 2**30))
+        disk = recover_disk(self._disk)
+        _log.info("disk: %d records found again, freed: %s", len(disk.found), disk.freed or "none")
+        return disk
 
     async def _run_background(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._scan())
+            if self._mover is not None:
+                tasks.create_task(self._mover.run())
             if self._kv_events is not None:
                 tasks.create_task(self._kv_events.run())
             tasks.create_task(register_blocks(self.node, self._changes, self._index, announce=self._announce))
@@ -196,7 +229,7 @@ class StoreNodeService:
         """End what is over, and keep the numbers that the scraping thread reads."""
         while True:
             self.node.expire()
-            self._stat = self.node.stat()
+            self._stats = self.node.stats()
             self._count_evictions()
             await asyncio.sleep(EXPIRY_SCAN_MS / 1_000)
 
@@ -218,17 +251,17 @@ class StoreNodeService:
     def _serve_metrics(self) -> None:
         if self._metrics is None:
             return
-        self._stat = self.node.stat()
-        StoreCollector(self._last_stat, metrics=self._metrics)
+        self._stats = self.node.stats()
+        StoreCollector(lambda: self._stats, metrics=self._metrics)
+        if self._disk is not None:
+            self._disk_metrics = DiskMetrics(self.node.disk.counters, self._metrics)
         self._metrics_server = start_metrics_server(self._metrics.registry, self._settings.store_host)
-
-    def _last_stat(self) -> HolderStat:
-        assert self._stat is not None
-        return self._stat
 
     def _count_evictions(self) -> None:
         if self._metrics is None:
             return
+        if self._disk_metrics is not None:
+            self._disk_metrics.count()
         counters = self.node.counters
         happened = {
             EvictionReason.CAPACITY: counters.evicted_for_room,

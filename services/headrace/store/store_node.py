@@ -17,12 +17,12 @@ they copied, and a block reported as suspect is checked again and dropped. Its l
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from headrace.blocks.block_codec import encode_header, verify_identity
 from headrace.blocks.claims import LeasedBlock, LeasedRun, SlotOutcome, SlotReserved
 from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
-from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, Tier, payload_digest
+from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, payload_digest
 from headrace.core.clock import Clock
 from headrace.core.errors import BlockCorrupt, LeaseExpired
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
@@ -38,23 +38,17 @@ from headrace.core.limits import (
 )
 from headrace.core.ports import AlreadyStored, NotStored
 from headrace.store.block_changes import BlockChanges, IgnoreChanges
+from headrace.store.check_books import check_books
+from headrace.store.disk_blocks import DiskBlock, DiskBlocks
 from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
+from headrace.store.held_claims import HeldLease, HeldReservation
 from headrace.store.list_blocks import list_blocks
 from headrace.store.node_counters import NodeCounters
 from headrace.store.plan_eviction import plan_eviction
 from headrace.store.recover_arena import RecoveredArena
-
-
-@dataclass(slots=True)
-class _HeldLease:
-    blocks: tuple[HeldBlock, ...]
-    expires_at_s: float
-
-
-@dataclass(slots=True)
-class _HeldReservation:
-    block: HeldBlock
-    expires_at_s: float
+from headrace.store.recover_disk import RecoveredDisk
+from headrace.store.select_disk_blocks import list_disk_blocks, plan_disk_eviction, report_eviction, resident_blocks
+from headrace.store.tier_stats import stat_disk, stat_host
 
 
 class StoreNode:
@@ -68,6 +62,7 @@ class StoreNode:
         clock: Clock,
         changes: BlockChanges | None = None,
         recovered: RecoveredArena | None = None,
+        disk: RecoveredDisk | None = None,
         lease_ttl_ms: int = LEASE_TTL_MS,
         reservation_ttl_ms: int = RESERVATION_TTL_MS,
         eviction_policy: PolicyName = DEFAULT_POLICY,
@@ -81,21 +76,31 @@ class StoreNode:
         self._lease_ttl_ms = lease_ttl_ms
         self._reservation_ttl_ms = reservation_ttl_ms
         self._blocks = HeldBlocks(eviction_policy)
+        self.disk = DiskBlocks(None if disk is None else disk.tier, self._blocks, self._changes)
         # Equal times to live make insertion order the order of expiry.
-        self._leases: dict[str, _HeldLease] = {}
-        self._reservations: dict[str, _HeldReservation] = {}
+        self._leases: dict[str, HeldLease] = {}
+        self._reservations: dict[str, HeldReservation] = {}
         self._serial = 0
         self._block_units = 0  # size of the last block reserved: the unit in which free room is reported
         self.incarnation = arena.begin_incarnation(clock.unix_ms())
         for block in recovered.blocks if recovered is not None else ():
             self._add_block(block.header, block.header_bytes, slot=block.slot, state=SlotState.COMMITTED)
             self._show(self._blocks.get(block.header.namespace, block.header.block_hash))
+        if disk is not None:
+            self.disk.adopt(disk, now_s=clock.now_s())
 
     # Readers
 
     def lookup(self, namespace: NamespaceId, chain: Chain) -> int:
-        """How many leading blocks of the chain can be leased now. Takes nothing and counts nothing."""
-        return len(self._blocks.run(namespace, chain, first_block=0))
+        """How many leading blocks of the chain are kept, in the arena or on disk. Takes nothing and counts nothing."""
+        in_arena = len(self._blocks.run(namespace, chain, first_block=0))
+        return in_arena + len(self.disk.run(namespace, chain, first_block=in_arena))
+
+    def plan_promotion(self, namespace: NamespaceId, chain: Chain, first_block: int) -> list[DiskBlock]:
+        """What has to be read from disk before blocks `first_block..` can be leased, as far as the disk holds them."""
+        in_arena = len(self._blocks.run(namespace, chain, first_block=0))
+        missing = self.disk.run(namespace, chain, first_block=in_arena)
+        return missing if in_arena + len(missing) > first_block else []
 
     def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int) -> LeasedRun:
         """Claim blocks `first_block..` as far as they are held without a gap, at most LEASE_BLOCKS_MAX of them."""
@@ -113,7 +118,7 @@ class StoreNode:
             block.hits += 1
         self._blocks.read(run[-1], now_s)
         lease_id = self._new_id("l")
-        self._leases[lease_id] = _HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000)
+        self._leases[lease_id] = HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000)
         return LeasedRun(
             lease_id=lease_id,
             incarnation=self.incarnation,
@@ -193,6 +198,24 @@ class StoreNode:
         self.counters.committed_bytes += block.header.payload_bytes
         self._show(block)
 
+    def promote(self, header: BlockHeader, header_bytes: bytes, payload: memoryview) -> bool:
+        """Take a block that was read from disk into the arena; False when it has no parent or no room there.
+
+        One step, copy included: no slot of ours is written to while somebody else may own it.
+        """
+        held = self._blocks.get(header.namespace, header.block_hash)
+        if held is not None and held.visible:
+            return True
+        slot = self._slot_for(header, header_bytes)
+        if slot is None:
+            return False
+        self._arena.payload(slot, header.payload_bytes)[:] = payload
+        self._arena.commit(slot, header_bytes)
+        self.disk.counters.promoted_blocks += 1
+        self.disk.counters.promoted_bytes += header.payload_bytes
+        self._show(self._add_block(header, header_bytes, slot=slot, state=SlotState.COMMITTED))
+        return True
+
     def reserved_buffer(self, reservation_id: str) -> memoryview:
         """The slot of a reservation, to be filled by whoever receives a remote writer's bytes. Raises LeaseExpired."""
         held = self._reservations.get(reservation_id)
@@ -232,50 +255,46 @@ class StoreNode:
     def evict(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Remove what the selector means and is not in use, tails first; dry, only say what would go."""
         self.expire()
-        plan = plan_eviction(self._blocks, selector, now_s=self._clock.now_s())
-        report = EvictReport(
-            holder=self.holder_id,
-            blocks=len(plan.victims),
-            tokens=sum(len(block.header.token_ids) for block in plan.victims),
-            bytes=sum(block.slot_bytes for block in plan.victims),
-            skipped_leased_blocks=plan.skipped_leased_blocks,
-            dry_run=dry_run,
-        )
+        now_s = self._clock.now_s()
+        plan = plan_eviction(self._blocks, selector, now_s=now_s)
+        on_disk = plan_disk_eviction(self.disk, selector, arena_victims=plan.victims, now_s=now_s)
+        report = report_eviction(plan, on_disk, holder=self.holder_id, dry_run=dry_run)
         if not dry_run:
+            self.disk.remove(on_disk)
             for block in plan.victims:
                 self._remove(block)
             self.counters.evicted_by_operator += len(plan.victims)
         return report
 
     def list_blocks(self, selector: EvictSelector, *, limit: int = LIST_BLOCKS_MAX) -> tuple[list[BlockInfo], int]:
-        """Readable blocks that the selector means, heads first, at most `limit` of them; and how many in all."""
-        return list_blocks(self._blocks, selector, holder=self.holder_id, clock=self._clock, limit=limit)
+        """Readable blocks that the selector means, those of the arena first, heads first, at most `limit` of them; and
+        how many in all. A block that both tiers keep is listed, counted and evicted in each, as on two nodes."""
+        infos, total = list_blocks(self._blocks, selector, holder=self.holder_id, clock=self._clock, limit=limit)
+        left = limit - len(infos)
+        on_disk = list_disk_blocks(self.disk, selector, holder=self.holder_id, clock=self._clock, limit=left)
+        return infos + on_disk[0], total + on_disk[1]
 
     def stat(self) -> HolderStat:
-        """The books. Free room is counted in blocks of the size last written, so totals move when sizes mix."""
+        """The arena's books."""
         self.expire()
-        reserved = len(self._reservations)
-        units = self._block_units or 1
-        free = self._arena.fits(units) if self._block_units else 0
-        return HolderStat(
+        return stat_host(
+            self._arena,
+            self._blocks,
+            self.counters,
             holder=self.holder_id,
-            tier=Tier.HOST,
             incarnation=self.incarnation,
-            total_blocks=free + len(self._blocks),
-            free_blocks=free,
-            committed_blocks=len(self._blocks) - reserved,
-            reserved_blocks=reserved,
-            leased_blocks=sum(1 for block in self._blocks if block.leases),
-            block_bytes=units * UNIT_BYTES if self._block_units else 0,
-            lookups_tokens=self.counters.lookups_tokens,
-            hits_tokens=self.counters.hits_tokens,
-            evicted_blocks=self.counters.evicted_blocks,
+            block_units=self._block_units,
         )
+
+    def stats(self) -> list[HolderStat]:
+        """The books of every tier that this node has."""
+        if self.disk.tier is None:
+            return [self.stat()]
+        return [self.stat(), stat_disk(self.disk, holder=self.holder_id, incarnation=self.incarnation)]
 
     def inventory(self) -> list[tuple[NamespaceId, BlockHash]]:
         """Every readable block, parents before children: what the index should say of this node."""
-        visible = sorted((b for b in self._blocks if b.visible), key=lambda b: b.header.position)
-        return [block.key for block in visible]
+        return [block.key for block in resident_blocks(self._blocks, self.disk)]
 
     def renew_incarnation(self) -> int:
         """Void everything the index says of this node at once; the caller registers the inventory anew."""
@@ -284,27 +303,13 @@ class StoreNode:
 
     def check_integrity(self) -> None:
         """Free + committed + reserved == total, in units; leases and reservations refer to live blocks; links hold."""
-        self._arena.check_integrity()
-        self._blocks.check_integrity()
-        slots = {block.slot: block.slot_bytes // UNIT_BYTES for block in self._blocks}
-        assert slots == self._arena.slot_units(), "slots in use are not exactly the blocks held"
-        assert sum(b.slot_bytes for b in self._blocks) + self._arena.free_bytes == self._arena.data_bytes
-        committed = {record.slot for record in self._arena.records()}
-        readable = {b.slot for b in self._blocks if b.state is SlotState.COMMITTED}
-        assert committed == readable, "the arena's records are not exactly the committed blocks"
-        lease_counts: dict[int, int] = {}
-        for lease in self._leases.values():
-            for block in lease.blocks:
-                lease_counts[id(block)] = lease_counts.get(id(block), 0) + 1
-        for block in self._blocks:
-            assert block.leases == lease_counts.pop(id(block), 0), "lease counts do not match leases"
-            reserved = block.state is SlotState.RESERVED
-            assert reserved == (block.reservation_id in self._reservations), "a reserved block without its reservation"
-            assert block.state is not SlotState.DRAINING or block.leases or block.children, "a drained slot was kept"
-        assert not lease_counts, "a lease refers to a block that is gone"
-        for reservation_id, reservation in self._reservations.items():
-            assert reservation.block.reservation_id == reservation_id
-            assert self._blocks.get(*reservation.block.key) is reservation.block
+        check_books(
+            self._arena,
+            self._blocks,
+            leased=[lease.blocks for lease in self._leases.values()],
+            reserved={reservation_id: held.block for reservation_id, held in self._reservations.items()},
+        )
+        self.disk.check_integrity()
 
     # Steps
 
@@ -314,26 +319,29 @@ class StoreNode:
         if self._blocks.get(header.namespace, block_hash) is not None:
             return AlreadyStored(block_hash)
         header_bytes = encode_header(header)
-        units = units_for(header.payload_bytes, len(header_bytes))
-        fair = (header.position + 1) * units <= CHAIN_SHARE_MAX * self._arena.num_units
-        draining = self._blocks.occupied(header.namespace, block_hash)
-        if draining or not fair or not self._blocks.has_parent_for(header):
-            self.counters.refused_blocks += 1
-            return NotStored(block_hash)
-        slot = self._make_room(units, header)
+        slot = self._slot_for(header, header_bytes)
         if slot is None:
             self.counters.refused_blocks += 1
             return NotStored(block_hash)
         block = self._add_block(header, header_bytes, slot=slot, state=SlotState.RESERVED)
         block.reservation_id = self._new_id("r")
         expires_at_s = self._clock.now_s() + self._reservation_ttl_ms / 1_000
-        self._reservations[block.reservation_id] = _HeldReservation(block, expires_at_s)
+        self._reservations[block.reservation_id] = HeldReservation(block, expires_at_s)
         return SlotReserved(
             reservation_id=block.reservation_id,
             slot=slot,
             header=header,
             buffer=self._arena.payload(slot, header.payload_bytes),
         )
+
+    def _slot_for(self, header: BlockHeader, header_bytes: bytes) -> int | None:
+        """A slot for a block that is not held, when its parent is and its chain takes no more than its share."""
+        units = units_for(header.payload_bytes, len(header_bytes))
+        fair = (header.position + 1) * units <= CHAIN_SHARE_MAX * self._arena.num_units
+        occupied = self._blocks.occupied(header.namespace, header.block_hash)
+        if occupied or not fair or not self._blocks.has_parent_for(header):
+            return None
+        return self._make_room(units, header)
 
     def _make_room(self, units: int, header: BlockHeader) -> int | None:
         """A slot of that size, evicting the least recently used leaves one by one until one fits; None when none can.
@@ -345,6 +353,8 @@ class StoreNode:
             victim = self._blocks.oldest_leaf(keep=parent)
             if victim is None:
                 return None
+            if victim.visible:
+                self.disk.demote(victim, self._arena.payload(victim.slot, victim.header.payload_bytes))
             self._remove(victim)
             self.counters.evicted_for_room += 1
         return slot
@@ -375,16 +385,23 @@ class StoreNode:
             newly.used_s = now_s
             if newly.parent is not None:
                 self._blocks.touch(newly.parent, now_s)
-            self._changes.added(newly.header)
+            if self.disk.get(newly.key) is None:
+                self._changes.added(newly.header)
         for newly in shown or [block]:
             self._blocks.offer(newly)
 
     def _remove(self, block: HeldBlock) -> None:
         """Deregister, clear the record, free: the order that the module's docstring promises."""
         if block.visible:
-            self._changes.removed(*block.key)
+            self._leave(block)
         self._blocks.remove(block)
         self._arena.free(block.slot)
+
+    def _leave(self, block: HeldBlock) -> None:
+        """A block is about to be unreadable in the arena; unless the disk has it, it is deregistered."""
+        if self.disk.get(block.key) is None:
+            self.disk.orphan(block.key)
+            self._changes.removed(*block.key)
 
     def _drop_reserved(self, block: HeldBlock) -> None:
         """End a reservation. What stands on it (reserved, or committed but not yet visible) has lost its prefix."""
@@ -402,7 +419,7 @@ class StoreNode:
                 self._remove(member)
                 continue
             if member.visible:
-                self._changes.removed(*member.key)
+                self._leave(member)
                 member.visible = False
             self._arena.clear_record(member.slot)
             member.state = SlotState.DRAINING
@@ -415,7 +432,7 @@ class StoreNode:
             self._remove(block)
             block = parent
 
-    def _end_lease(self, lease: _HeldLease) -> None:
+    def _end_lease(self, lease: HeldLease) -> None:
         for block in reversed(lease.blocks):
             block.leases -= 1
             assert block.leases >= 0, "a lease was ended twice"

@@ -1,6 +1,6 @@
 """Gauges that are read at scrape time from their owners' own books, so that they can neither drift nor go negative."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -10,11 +10,11 @@ from headrace.telemetry.metrics import Metrics
 
 
 class StoreCollector:
-    """A store node's books: slots by state, leases, token lookups and hits."""
+    """A store node's books, tier by tier: slots by state, leases, token lookups and hits."""
 
-    def __init__(self, stat: Callable[[], HolderStat], *, metrics: Metrics) -> None:
-        """Register with the process's metrics; `stat` is called in the scraping thread and must be safe there."""
-        self._stat = stat
+    def __init__(self, stats: Callable[[], Sequence[HolderStat]], *, metrics: Metrics) -> None:
+        """Register with the process's metrics; `stats` is called in the scraping thread and must be safe there."""
+        self._stats = stats
         metrics.registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
@@ -23,23 +23,27 @@ class StoreCollector:
 
     def collect(self) -> Iterable[Metric]:
         """One reading of the books; `free + committed + reserved == total` holds within it."""
-        stat = self._stat()
+        stats = self._stats()
         blocks = GaugeMetricFamily("headrace_store_blocks", "Slots of the arena by state.", labels=["tier", "state"])
-        for state in ("free", "committed", "reserved"):
-            blocks.add_metric([stat.tier, state], getattr(stat, f"{state}_blocks"))
+        for stat in stats:
+            for state in ("free", "committed", "reserved"):
+                blocks.add_metric([stat.tier, state], getattr(stat, f"{state}_blocks"))
         yield blocks
         leased = GaugeMetricFamily("headrace_store_leased_blocks", "Committed slots under a lease.", labels=["tier"])
-        leased.add_metric([stat.tier], stat.leased_blocks)
+        for stat in stats:
+            leased.add_metric([stat.tier], stat.leased_blocks)
         yield leased
         capacity = GaugeMetricFamily("headrace_store_bytes", "Payload capacity of the arena.", labels=["tier"])
-        capacity.add_metric([stat.tier], stat.total_blocks * stat.block_bytes)
+        for stat in stats:
+            capacity.add_metric([stat.tier], stat.total_blocks * stat.block_bytes)
         yield capacity
-        for name, text, value in (
-            ("headrace_store_lookup_tokens", "Tokens whose blocks were asked for.", stat.lookups_tokens),
-            ("headrace_store_hit_tokens", "Of those, tokens whose blocks were held.", stat.hits_tokens),
+        for name, text, field in (
+            ("headrace_store_lookup_tokens", "Tokens whose blocks were asked for.", "lookups_tokens"),
+            ("headrace_store_hit_tokens", "Of those, tokens whose blocks were held.", "hits_tokens"),
         ):
             counter = CounterMetricFamily(name, text, labels=["tier"])
-            counter.add_metric([stat.tier], value)
+            for stat in stats:
+                counter.add_metric([stat.tier], getattr(stat, field))
             yield counter
 
 

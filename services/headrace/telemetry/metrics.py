@@ -120,6 +120,7 @@ class Metrics:
         for direction in TransferDirection:
             for via in (CacheSource.SHARED_MEMORY, CacheSource.GRPC):
                 self.kv_transfer_bytes.labels(direction, Tier.HOST, via)
+            self.kv_transfer_bytes.labels(direction, Tier.DISK, "file")
         for reason in EvictionReason:
             for tier in Tier:
                 self.evicted_blocks.labels(reason, tier)

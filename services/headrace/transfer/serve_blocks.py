@@ -32,6 +32,7 @@ from headrace.wire.v1 import block_store_pb2_grpc as pb_grpc
 _SERVICE = "headrace.v1.BlockStore"
 _HASH_BYTES = (16, 32)
 _T = TypeVar("_T")
+Promote = Callable[[NamespaceId, Chain, int], Awaitable[None]]
 
 
 class BlockKeeper(Protocol):
@@ -58,9 +59,12 @@ class BlockKeeper(Protocol):
     def abort(self, reservation_id: str) -> None: ...
 
 
-def serve_blocks(server: grpc.aio.Server, keeper: BlockKeeper) -> None:
-    """Register BlockStore on a server: generated handlers for control, identity serialisers for payloads."""
-    service = _BlockStoreService(keeper)
+def serve_blocks(server: grpc.aio.Server, keeper: BlockKeeper, *, promote: Promote | None = None) -> None:
+    """Register BlockStore on a server: generated handlers for control, identity serialisers for payloads.
+
+    promote: awaited before each lease, to bring what a slower tier has of the chain within reach; bounds its own time.
+    """
+    service = _BlockStoreService(keeper, promote)
     pb_grpc.add_BlockStoreServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     raw_handlers = {
         "Fetch": grpc.unary_stream_rpc_method_handler(service.fetch_payloads),
@@ -79,8 +83,9 @@ def parse_chain(packed: bytes, hash_bytes: int) -> Chain:
 
 
 class _BlockStoreService(pb_grpc.BlockStoreServicer):
-    def __init__(self, keeper: BlockKeeper) -> None:
+    def __init__(self, keeper: BlockKeeper, promote: Promote | None) -> None:
         self._keeper = keeper
+        self._promote = promote
 
     async def Lookup(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         def lookup() -> Any:
@@ -91,9 +96,15 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
         return await _answer(context, lookup)
 
     async def Lease(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def parse() -> tuple[NamespaceId, Chain]:
+            return _namespace(request.namespace), parse_chain(request.chain, request.hash_bytes)
+
+        namespace, chain = await _answer(context, parse)
+        if self._promote is not None:
+            await self._promote(namespace, chain, request.first_block)
+
         def lease() -> Any:
-            chain = parse_chain(request.chain, request.hash_bytes)
-            run = self._keeper.lease(_namespace(request.namespace), chain, first_block=request.first_block)
+            run = self._keeper.lease(namespace, chain, first_block=request.first_block)
             return pb.LeaseReply(
                 lease_id=run.lease_id,
                 incarnation=run.incarnation,

@@ -86,7 +86,7 @@ def test_a_missing_block_is_a_fault_but_not_a_failed_verification():
 
 def test_store_gauges_are_read_from_the_books_at_scrape_time():
     metrics, books = Metrics(), {"committed": 3}
-    StoreCollector(lambda: make_stat(**books), metrics=metrics)
+    StoreCollector(lambda: [make_stat(**books)], metrics=metrics)
     labels = {"tier": "host", "state": "committed"}
     assert metrics.registry.get_sample_value("headrace_store_blocks", labels) == 3
     books["committed"] = 5

@@ -1,0 +1,429 @@
+"""The blocks that a store node keeps on disk beside those in its arena: which, where, and which go for room.
+
+    arena --evicted for room--> waiting (in memory, queued) --written--> on disk --segment reclaimed--> gone
+                                     '------------- promoted: a copy in the arena -------------'
+
+A block may be in both tiers: promoting it leaves its record, so that evicting it again costs no write. A block is
+*resident* when it is visible in the arena or kept here, and residency is closed under prefixes: whoever loses a block's
+last copy here loses all that stand on it, tails first. To lose nothing that way in the usual case, a block is never
+left in an older segment than a block that stands on it: `demote` has it written again instead. Books only: what is
+to be written or marked is handed out as plain jobs, and whoever does that work says how it ended.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from headrace.blocks.disk_tier import DiskRecord, DiskTier, record_bytes
+from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
+from headrace.core.limits import DEMOTE_QUEUE_BYTES_MAX, DISK_BLOCKS_MAX
+from headrace.store.block_changes import BlockChanges
+from headrace.store.held_blocks import BlockKey, HeldBlock, HeldBlocks
+from headrace.store.recover_disk import RecoveredDisk
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderBrief:
+    """What of a header is kept in memory: enough to select and list a block. A third of a header's size; the whole one
+    is read from disk with the payload."""
+
+    namespace: NamespaceId
+    block_hash: BlockHash
+    parent_hash: BlockHash
+    position: int
+    packed_tokens: bytes
+    narrowed_from: tuple[NamespaceId, ...]
+    created_unix_ms: int
+
+    @classmethod
+    def of(cls, header: BlockHeader) -> "HeaderBrief":
+        """The brief of a whole header."""
+        return cls(
+            namespace=header.namespace,
+            block_hash=header.block_hash,
+            parent_hash=header.parent_hash,
+            position=header.position,
+            packed_tokens=struct.pack(f"<{len(header.token_ids)}I", *header.token_ids),
+            narrowed_from=header.narrowed_from,
+            created_unix_ms=header.created_unix_ms,
+        )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """As `BlockHeader.token_ids`; made anew at each call."""
+        return struct.unpack(f"<{len(self.packed_tokens) // 4}I", self.packed_tokens)
+
+    @property
+    def base_namespace(self) -> NamespaceId:
+        """As `BlockHeader.base_namespace`."""
+        return self.narrowed_from[0] if self.narrowed_from else self.namespace
+
+    def is_of(self, namespace: str) -> bool:
+        """As `BlockHeader.is_of`."""
+        return namespace == self.namespace or namespace in self.narrowed_from
+
+    @property
+    def key(self) -> BlockKey:
+        """The block's name in a node."""
+        return (self.namespace, self.block_hash)
+
+    @property
+    def parent_key(self) -> BlockKey | None:
+        """The name of the block before; None for the first."""
+        return (self.namespace, self.parent_hash) if self.position > 0 else None
+
+
+@dataclass(slots=True, eq=False)
+class DiskBlock:
+    """One block kept on disk or on its way there. Mutable; owned by `DiskBlocks`."""
+
+    header: HeaderBrief
+    total_bytes: int  # on disk, of the newest copy
+    used_s: float
+    hits: int = 0
+    record: DiskRecord | None = None
+    waiting: "WriteJob | None" = None
+
+    @property
+    def key(self) -> BlockKey:
+        """Its name in the node."""
+        return self.header.key
+
+
+@dataclass(slots=True, eq=False)
+class WriteJob:
+    """A demoted block's bytes. `record` says where they go, once it is this job's turn."""
+
+    block: DiskBlock
+    header_bytes: bytes
+    payload: bytes
+    record: DiskRecord | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """What it will take on disk."""
+        return record_bytes(len(self.header_bytes), len(self.payload))
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """What happened in the disk tier since the start; only ever rising."""
+
+    demoted_blocks: int = 0
+    demoted_bytes: int = 0
+    promoted_blocks: int = 0
+    promoted_bytes: int = 0
+    dropped_demotions: int = 0  # the queue was full, or the block too large
+    write_failures: int = 0
+    evicted_for_room: int = 0
+    evicted_by_operator: int = 0
+    dropped_corrupt: int = 0
+    dropped_orphans: int = 0
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Blocks whose copy here was given up, whatever the reason."""
+        return self.evicted_for_room + self.evicted_by_operator + self.dropped_corrupt + self.dropped_orphans
+
+
+@dataclass(slots=True)
+class DiskBlocks:
+    """All blocks of one node's disk tier. Without a tier it keeps nothing and every call has no effect."""
+
+    tier: DiskTier | None
+    arena_blocks: HeldBlocks
+    changes: BlockChanges
+    wake: Callable[[], None] = lambda: None  # called when there is something to write or to mark
+    counters: DiskCounters = field(default_factory=DiskCounters)
+    _blocks: dict[BlockKey, DiskBlock] = field(default_factory=dict)
+    _children: dict[BlockKey, dict[BlockKey, DiskBlock]] = field(default_factory=dict)
+    _segments: dict[int, dict[BlockKey, DiskBlock]] = field(default_factory=dict)
+    _queue: deque[WriteJob] = field(default_factory=deque)
+    _writing: WriteJob | None = None
+    _waiting_bytes: int = 0
+    _dead: list[DiskRecord] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[DiskBlock]:
+        return iter(self._blocks.values())
+
+    def get(self, key: BlockKey) -> DiskBlock | None:
+        """The block of that name, written or waiting to be."""
+        return self._blocks.get(key)
+
+    def in_arena(self, key: BlockKey) -> bool:
+        """Whether the block can be read from the arena, so that its copy here is a second one."""
+        held = self.arena_blocks.get(*key)
+        return held is not None and held.visible
+
+    def run(self, namespace: NamespaceId, chain: Chain, *, first_block: int) -> list[DiskBlock]:
+        """Kept blocks of a chain from `first_block` on, without a gap, each at its own position."""
+        found = []
+        for position in range(first_block, len(chain)):
+            block = self._blocks.get((namespace, chain[position]))
+            if block is None or block.header.position != position:
+                break
+            found.append(block)
+        return found
+
+    # Coming
+
+    def demote(self, held: HeldBlock, payload: memoryview) -> bool:
+        """Keep a block that is about to leave the arena; False when it cannot be kept. Copies, never waits."""
+        if self.tier is None:
+            return False
+        block = self._blocks.get(held.key)
+        if block is not None:
+            block.used_s, block.hits = held.used_s, block.hits + held.hits
+            if block.waiting is not None or not self._should_move(block):
+                return True
+        total = record_bytes(len(held.header_bytes), len(payload))
+        full = self._waiting_bytes + total > DEMOTE_QUEUE_BYTES_MAX or len(self._blocks) >= DISK_BLOCKS_MAX
+        if full or total > self.tier.segment_bytes:
+            self.counters.dropped_demotions += 1
+            return block is not None
+        if block is None:
+            block = DiskBlock(HeaderBrief.of(held.header), total, held.used_s, held.hits)
+            self._link(block)
+        block.total_bytes = total
+        block.waiting = WriteJob(block, held.header_bytes, bytes(payload))
+        self._waiting_bytes += total
+        self._queue.append(block.waiting)
+        self.counters.demoted_blocks += 1
+        self.counters.demoted_bytes += len(payload)
+        self.wake()
+        return True
+
+    def adopt(self, recovered: RecoveredDisk, *, now_s: float) -> None:
+        """Keep what recovery found: of several copies the newest, and only what is reachable from a chain's first block
+        over both tiers. Announces what is not in the arena, parents before children."""
+        assert self.tier is recovered.tier
+        self._dead += recovered.broken
+        newest: dict[BlockKey, tuple[DiskRecord, BlockHeader]] = {}
+        for record, header in recovered.found:
+            key = (header.namespace, header.block_hash)
+            if key in newest:
+                self._dead.append(newest[key][0])
+            newest[key] = (record, header)
+        for record, header in sorted(newest.values(), key=lambda each: each[1].position):
+            block = DiskBlock(HeaderBrief.of(header), record.total_bytes, now_s, record=record)
+            if len(self._blocks) >= DISK_BLOCKS_MAX or not self._has_parent(block):
+                self._dead.append(record)
+                continue
+            self._link(block)
+            self._segments.setdefault(record.segment, {})[block.key] = block
+            if not self.in_arena(block.key):
+                self.changes.added(header)
+        while (segment := self.tier.segment_to_reclaim(0)) is not None:
+            self._reclaim(segment)
+
+    # Going
+
+    def orphan(self, key: BlockKey) -> None:
+        """A block's last copy is about to go: forget all here that stand on it, tails first."""
+        family = self.descendants(key)
+        for member in reversed(family):
+            self._forget(member)
+        self.counters.dropped_orphans += len(family)
+
+    def drop_broken(self, block: DiskBlock, record: DiskRecord | None) -> None:
+        """A copy here does not check out. Without one in the arena the block is gone, and what stands on it."""
+        if self._blocks.get(block.key) is block and block.record is record:
+            self.counters.dropped_corrupt += 1
+            self._lose(block)
+
+    def descendants(self, key: BlockKey) -> list[DiskBlock]:
+        """Blocks kept here alone that stand on a block, parents first."""
+        found = list(self._children.get(key, {}).values())
+        for block in found:  # grows while walked
+            found.extend(self._children.get(block.key, {}).values())
+        return [block for block in found if not self.in_arena(block.key)]
+
+    def remove(self, victims: Iterable[DiskBlock]) -> None:
+        """Forget what an operator's plan names; it is closed under descendants and ordered tails first."""
+        for block in victims:
+            self._forget(block)
+            self.counters.evicted_by_operator += 1
+
+    # Work for whoever writes
+
+    def next_write(self) -> WriteJob | None:
+        """The next block to write, its record placed, making room for it; None when none waits."""
+        assert self._writing is None, "one write at a time"
+        while self._queue:
+            job = self._queue.popleft()
+            if job.block.waiting is not job:
+                continue  # forgotten meanwhile
+            assert self.tier is not None
+            while (segment := self.tier.segment_to_reclaim(job.total_bytes)) is not None:
+                self._reclaim(segment)
+            if job.block.waiting is not job:
+                continue  # stood on a block of the segment that was reclaimed
+            job.record = self.tier.place(len(job.header_bytes), len(job.payload))
+            self._writing = job
+            return job
+        return None
+
+    def written(self, job: WriteJob, *, well: bool) -> None:
+        """How a write ended. A block that could not be written and has no other copy is lost."""
+        assert self.tier is not None
+        assert job is self._writing
+        assert job.record is not None
+        self._writing = None
+        block, wanted = job.block, job.block.waiting is job
+        if not well:
+            self.counters.write_failures += 1
+            self.tier.unplace(job.record)
+            if wanted:
+                self._stop_waiting(block)
+                if block.record is None:
+                    self._lose(block)
+                else:
+                    block.total_bytes = block.record.total_bytes
+            return
+        if not wanted:
+            self._bury(job.record)
+            return
+        self._stop_waiting(block)
+        old, block.record = block.record, job.record
+        if old is not None:
+            del self._segments[old.segment][block.key]
+            self._bury(old)
+        self._segments.setdefault(job.record.segment, {})[block.key] = block
+
+    def take_dead(self) -> list[DiskRecord]:
+        """Records that must not be found again at the next start; the caller marks them."""
+        dead, self._dead = self._dead, []
+        return dead
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing waits to be written or marked."""
+        return not self._queue and self._writing is None and not self._dead
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that are kept here and not written yet."""
+        return sum(1 for block in self._blocks.values() if block.record is None)
+
+    def check_integrity(self) -> None:
+        """The index is what the files say, bytes are accounted, and residency over both tiers is closed."""
+        if self.tier is None:
+            assert not self._blocks
+            return
+        self.tier.check_integrity(writing=self._writing is not None)
+        waiting_bytes = 0
+        for key, block in self._blocks.items():
+            assert block.key == key
+            assert block.record is not None or block.waiting is not None
+            assert self._has_parent(block), "a block on disk has lost its prefix"
+            parent_key = block.header.parent_key
+            assert parent_key is None or self._children[parent_key][key] is block
+            if block.record is not None:
+                assert self._segments[block.record.segment][key] is block
+            if block.waiting is not None:
+                assert block.waiting is self._writing or block.waiting in self._queue
+                waiting_bytes += block.waiting.total_bytes
+                assert block.total_bytes == block.waiting.total_bytes
+            else:
+                assert block.record is not None
+                assert block.total_bytes == block.record.total_bytes
+        assert waiting_bytes == self._waiting_bytes <= DEMOTE_QUEUE_BYTES_MAX
+        indexed = {(b.record.segment, b.record.offset) for b in self._blocks.values() if b.record is not None}
+        assert len(indexed) == sum(len(blocks) for blocks in self._segments.values())
+        assert sum(len(children) for children in self._children.values()) == sum(
+            1 for block in self._blocks.values() if block.header.position > 0
+        )
+        if self._writing is None and not self._dead:
+            on_disk = {(record.segment, record.offset) for record in self.tier.live_records()}
+            assert on_disk == indexed, "the index is not what the files hold"
+
+    # Steps
+
+    def _should_move(self, block: DiskBlock) -> bool:
+        """Whether a block's copy would be reclaimed too early: in the older half, or before one that stands on it."""
+        assert self.tier is not None
+        assert block.record is not None
+        ours = block.record.segment
+        children = self._children.get(block.key, {}).values()
+        later = any(child.record is None or child.waiting or child.record.segment > ours for child in children)
+        return later or self.tier.is_old(ours)
+
+    def _has_parent(self, block: DiskBlock) -> bool:
+        """Whether a block stands on a resident one at the position before its own."""
+        key, before = block.header.parent_key, block.header.position - 1
+        if key is None:
+            return True
+        kept, held = self._blocks.get(key), self.arena_blocks.get(*key)
+        if kept is not None:
+            return kept.header.position == before
+        return held is not None and held.visible and held.header.position == before
+
+    def _reclaim(self, segment: int) -> None:
+        """Give up the oldest segment. What the arena holds too, or what waits to be written again, is no loss."""
+        assert self.tier is not None
+        lost = []
+        for block in list(self._segments.pop(segment, {}).values()):
+            block.record = None
+            if block.waiting is not None:
+                continue
+            if self.in_arena(block.key):
+                self._unlink(block)
+            else:
+                lost.append(block)
+        for block in sorted(lost, key=lambda each: -each.header.position):
+            self.counters.evicted_for_room += 1
+            self._lose(block)
+        self.tier.drop_segment(segment)
+
+    def _lose(self, block: DiskBlock) -> None:
+        """Forget a block whose copy here is no good any more; what stands on it goes first, unless the arena has it."""
+        if not self.in_arena(block.key):
+            self.orphan(block.key)
+        self._forget(block)
+
+    def _forget(self, block: DiskBlock) -> None:
+        """Remove one block that nothing here depends on any more."""
+        if not self.in_arena(block.key):
+            self.changes.removed(*block.key)
+        self._unlink(block)
+        self._stop_waiting(block)
+        record, block.record = block.record, None
+        if record is not None:
+            del self._segments[record.segment][block.key]
+            self._bury(record)
+
+    def _bury(self, record: DiskRecord) -> None:
+        """A record is dead: mark it, or give up its whole segment when nothing in it lives."""
+        assert self.tier is not None
+        if self._segments.get(record.segment) or self.tier.is_open(record.segment):
+            self._dead.append(record)
+            self.wake()
+        else:
+            self._segments.pop(record.segment, None)
+            self._dead = [dead for dead in self._dead if dead.segment != record.segment]
+            self.tier.drop_segment(record.segment)
+
+    def _stop_waiting(self, block: DiskBlock) -> None:
+        if block.waiting is not None:
+            self._waiting_bytes -= block.waiting.total_bytes
+            block.waiting = None
+
+    def _link(self, block: DiskBlock) -> None:
+        assert block.key not in self._blocks
+        self._blocks[block.key] = block
+        parent_key = block.header.parent_key
+        if parent_key is not None:
+            self._children.setdefault(parent_key, {})[block.key] = block
+
+    def _unlink(self, block: DiskBlock) -> None:
+        del self._blocks[block.key]
+        parent_key = block.header.parent_key
+        if parent_key is not None:
+            siblings = self._children[parent_key]
+            del siblings[block.key]
+            if not siblings:
+                del self._children[parent_key]

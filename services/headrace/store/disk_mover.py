@@ -1,0 +1,193 @@
+"""Moving blocks between a store node's arena and its disk, off the event loop.
+
+Owns the threads, the order of writes, and the bounds on promotion. Decides nothing: `DiskBlocks` says what is to be
+written and marked, `StoreNode` takes in what was read. Writers never wait for it, and readers at most
+PROMOTE_TIMEOUT_MS: a disk that is slower than that costs hits, not answers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from headrace.blocks.block_codec import decode_header, verify_identity
+from headrace.blocks.disk_tier import DiskRecord, DiskTier
+from headrace.core.block import BlockHeader, Chain, NamespaceId, payload_digest
+from headrace.core.clock import Clock, Deadline
+from headrace.core.errors import BlockCorrupt, DeadlineExceeded, StoreUnavailable
+from headrace.core.limits import (
+    DISK_PAUSE_MS,
+    DISK_READERS,
+    DISK_SETTLE_TIMEOUT_MS,
+    PROMOTE_BATCH_BYTES,
+    PROMOTE_TIMEOUT_MS,
+)
+from headrace.store.disk_blocks import DiskBlock, WriteJob
+from headrace.store.store_node import StoreNode
+
+_log = logging.getLogger(__name__)
+
+
+class DiskMover:
+    """The threads of one node's disk tier. One event loop; `run` as a task for as long as the node serves."""
+
+    def __init__(self, node: StoreNode, tier: DiskTier, clock: Clock) -> None:
+        self._node = node
+        self._tier = tier
+        self._clock = clock
+        self._disk = node.disk
+        self._work = asyncio.Event()
+        self._disk.wake = self._work.set
+        self._work.set()  # recovery may have left records to mark
+        self._settled = asyncio.Event()
+        self._reads = asyncio.Semaphore(DISK_READERS)
+        self._paused_until_s = 0.0
+        self._reader = ThreadPoolExecutor(DISK_READERS, thread_name_prefix="disk read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk write")
+
+    async def run(self) -> None:
+        """Write what is demoted and mark what is dead, one after the other, until cancelled."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while not self._disk.is_settled:
+                self._settled.clear()
+                await self._mark_dead()
+                job = self._disk.next_write()
+                if job is not None:
+                    self._disk.written(job, well=await self._write(job))
+            self._settled.set()
+
+    async def settle(self) -> None:
+        """Return when everything decided so far is on disk. Raises StoreUnavailable when that takes too long."""
+        self._work.set()
+        self._settled.clear()
+        try:
+            async with Deadline.after(DISK_SETTLE_TIMEOUT_MS / 1_000, self._clock).scope("settle the disk tier"):
+                while not self._disk.is_settled:
+                    await self._settled.wait()
+                    self._settled.clear()
+        except DeadlineExceeded as late:
+            raise StoreUnavailable(self._node.node_id, "its disk does not take what was removed; ask again") from late
+
+    async def promote(self, namespace: NamespaceId, chain: Chain, first_block: int) -> None:
+        """Have as much of a chain as the disk holds in the arena, for a reader that wants blocks from `first_block` on.
+
+        Ends within PROMOTE_TIMEOUT_MS with what was brought in until then; never raises but for cancellation. Requests
+        for the same chain at the same time read it once: what to read is decided anew for each batch.
+        """
+        deadline = Deadline.after(PROMOTE_TIMEOUT_MS / 1_000, self._clock)
+        try:
+            async with deadline.scope("promote blocks from disk"):
+                while self._clock.now_s() >= self._paused_until_s:
+                    if not self._node.plan_promotion(namespace, chain, first_block):
+                        return
+                    await self._reads.acquire()
+                    batch = self._next_batch(namespace, chain, first_block)
+                    reading = asyncio.get_running_loop().run_in_executor(self._reader, _read_all, self._tier, batch)
+                    # Freed when the thread is done, which a deadline does not hasten: threads bound what is in memory.
+                    reading.add_done_callback(lambda _: self._reads.release())
+                    if not self._take_in(batch, await reading):
+                        return
+        except DeadlineExceeded:
+            self._paused_until_s = self._clock.now_s() + DISK_PAUSE_MS / 1_000
+
+    async def stop(self) -> None:
+        """Let a write under way end, then end the threads. Nothing is promoted after this."""
+        self._paused_until_s = float("inf")
+        self._disk.wake = lambda: None
+        for threads in (self._reader, self._writer):
+            await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
+
+    def _next_batch(self, namespace: NamespaceId, chain: Chain, first_block: int) -> "list[_Read]":
+        """Leading blocks of what is missing now, as many as a batch takes (one at least)."""
+        batch: list[_Read] = []
+        total = 0
+        for block in self._node.plan_promotion(namespace, chain, first_block):
+            total += block.total_bytes
+            if batch and total > PROMOTE_BATCH_BYTES:
+                break
+            batch.append(_Read(block, block.waiting, block.record))
+        return batch
+
+    def _take_in(self, batch: "list[_Read]", copies: "list[_Copy | None]") -> bool:
+        """Hand what was read to the node; False when the run ends here. One copy per block, on the event loop."""
+        for read, copy in zip(batch, copies, strict=False):  # there are fewer copies when one is broken
+            if copy is None:
+                self._disk.drop_broken(read.block, read.record)
+                return False
+            if not self._node.promote(copy.header, copy.header_bytes, copy.payload):
+                return False
+        return bool(batch)
+
+    async def _write(self, job: WriteJob) -> bool:
+        assert job.record is not None
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(self._writer, self._tier.write, job.record, job.header_bytes, job.payload)
+        try:
+            await asyncio.shield(writing)
+        except OSError as error:
+            _log.warning("a block was not written to disk: %s", error.strerror)
+            return False
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])
+            self._disk.written(job, well=writing.exception() is None)
+            raise
+        return True
+
+    async def _mark_dead(self) -> None:
+        dead = self._disk.take_dead()
+        if dead:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._writer, _mark_all, self._tier, dead)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A block to read, as it is known on the event loop now: the thread looks at nothing that may change."""
+
+    block: DiskBlock
+    waiting: WriteJob | None
+    record: DiskRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A whole block as it was read, checked."""
+
+    header: BlockHeader
+    header_bytes: bytes
+    payload: memoryview
+
+
+def _read_all(tier: DiskTier, batch: Sequence[_Read]) -> list[_Copy | None]:
+    """Copies in order, up to the first that does not check out, which is None."""
+    copies: list[_Copy | None] = []
+    for read in batch:
+        try:
+            copies.append(_read_one(tier, read))
+        except BlockCorrupt:
+            return [*copies, None]
+    return copies
+
+
+def _read_one(tier: DiskTier, read: _Read) -> _Copy:
+    """Raises BlockCorrupt when header or payload are not what was written."""
+    if read.waiting is not None:
+        header_bytes, payload = read.waiting.header_bytes, memoryview(read.waiting.payload)
+    else:
+        assert read.record is not None
+        header_bytes, payload = tier.read(read.record)
+    header = decode_header(header_bytes)
+    verify_identity(header)
+    if (header.namespace, header.block_hash) != read.block.key or len(payload) != header.payload_bytes:
+        raise BlockCorrupt(header.block_hash, "header on disk is another block's")
+    if payload_digest(payload) != header.payload_xxh3:
+        raise BlockCorrupt(header.block_hash, "checksum of the payload on disk")
+    return _Copy(header, header_bytes, payload)
+
+
+def _mark_all(tier: DiskTier, dead: Sequence[DiskRecord]) -> None:
+    for record in dead:
+        tier.mark_dead(record)

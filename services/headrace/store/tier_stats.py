@@ -1,0 +1,60 @@
+"""A store node's books as rows for people, one per tier. Pure: reads, changes nothing."""
+
+from headrace.blocks.host_arena import UNIT_BYTES, HostArena
+from headrace.core.block import HolderId, Tier
+from headrace.core.generation import HolderStat
+from headrace.store.disk_blocks import DiskBlocks
+from headrace.store.held_blocks import HeldBlocks, SlotState
+from headrace.store.node_counters import NodeCounters
+
+
+def stat_host(
+    arena: HostArena,
+    blocks: HeldBlocks,
+    counters: NodeCounters,
+    *,
+    holder: HolderId,
+    incarnation: int,
+    block_units: int,
+) -> HolderStat:
+    """The arena's row. Free room is counted in blocks of `block_units`, the size last written (0: none yet), so totals
+    move when sizes mix."""
+    reserved = sum(1 for block in blocks if block.state is SlotState.RESERVED)
+    free = arena.fits(block_units) if block_units else 0
+    return HolderStat(
+        holder=holder,
+        tier=Tier.HOST,
+        incarnation=incarnation,
+        total_blocks=free + len(blocks),
+        free_blocks=free,
+        committed_blocks=len(blocks) - reserved,
+        reserved_blocks=reserved,
+        leased_blocks=sum(1 for block in blocks if block.leases),
+        block_bytes=block_units * UNIT_BYTES,
+        lookups_tokens=counters.lookups_tokens,
+        hits_tokens=counters.hits_tokens,
+        evicted_blocks=counters.evicted_blocks,
+    )
+
+
+def stat_disk(disk: DiskBlocks, *, holder: HolderId, incarnation: int) -> HolderStat:
+    """The disk's row: blocks that wait to be written are reserved. A lookup counts in the arena's row only, since what
+    the disk has is brought there first."""
+    assert disk.tier is not None
+    waiting = disk.waiting_blocks
+    block_bytes = max((block.total_bytes for block in disk), default=0)
+    free = max(0, disk.tier.bytes_max - disk.tier.used_bytes) // block_bytes if block_bytes else 0
+    return HolderStat(
+        holder=holder,
+        tier=Tier.DISK,
+        incarnation=incarnation,
+        total_blocks=free + len(disk),
+        free_blocks=free,
+        committed_blocks=len(disk) - waiting,
+        reserved_blocks=waiting,
+        leased_blocks=0,
+        block_bytes=block_bytes,
+        lookups_tokens=0,
+        hits_tokens=0,
+        evicted_blocks=disk.counters.evicted_blocks,
+    )
