@@ -88,6 +88,20 @@ class GatewayReplica:
         except CallRefused:
             return admin_pb2.WhyMissReply()
 
+    async def ReadBlock(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        try:
+            return await self._gateway.admin.ReadBlock(request, grpc_context)
+        except CallRefused:
+            return admin_pb2.StoredBlock()
+
+    async def WriteBlock(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        try:
+            return await self._gateway.admin.WriteBlock(request, grpc_context)
+        except CallRefused:
+            return admin_pb2.WriteBlockReply()
+
     async def Check(self, request: Any, grpc_context: Any) -> Any:
         """grpc.health.v1."""
         return await self._gateway.health.Check(request, grpc_context)

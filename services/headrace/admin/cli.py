@@ -10,6 +10,7 @@ from headrace.admin.chat import chat
 from headrace.admin.config_commands import config
 from headrace.admin.event_commands import events
 from headrace.admin.inference_commands import generate, models
+from headrace.admin.portable_blocks import export_blocks, import_blocks
 from headrace.admin.simulate_commands import simulate
 from headrace.admin.system_commands import demo, down, status, store_node, up, verify
 from headrace.admin.tenant_commands import tenants
@@ -26,7 +27,7 @@ def main() -> None:
     """Headrace: a distributed prefix cache for LLM inference."""
 
 
-for command in (show_block, why_miss, warm_cache):
+for command in (show_block, why_miss, warm_cache, export_blocks, import_blocks):
     cache.add_command(command)
 for command in (up, down, status, models, generate, chat, cache, verify, demo, bench, store_node, config, tenants):
     main.add_command(command)

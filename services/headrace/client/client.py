@@ -14,7 +14,7 @@ Neither knows HTTP, Ray or how the gateway chooses.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,6 +36,7 @@ from headrace.client.values import (
     Sampling,
     Selector,
     ServedModel,
+    StoredBlock,
     SystemStatus,
 )
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
@@ -221,6 +222,16 @@ class HeadraceClient:
         asked = messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
         return messages.explanation_from_message(self._ask(self._admin.WhyMiss, asked))
 
+    def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
+        """The last block of a chain from one node (`node:ID`)."""
+        asked = admin_pb2.ReadBlockRequest(holder=holder, namespace=namespace, chain=chain)
+        return messages.stored_block_from_message(self._ask(self._admin.ReadBlock, asked))
+
+    def write_block(self, holder: str, block: StoredBlock) -> str:
+        """Store one block on a node; "stored", "already stored" or "no room"."""
+        reply = self._ask(self._admin.WriteBlock, messages.stored_block_message(block, holder=holder))
+        return str(reply.outcome)
+
     def _ask(self, method: Callable[..., Value], request: object) -> Value:
         try:
             return method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3, metadata=self._metadata)
@@ -375,6 +386,16 @@ class AsyncHeadraceClient:
         """As HeadraceClient.why_miss."""
         asked = messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
         return messages.explanation_from_message(await self._ask(self._admin.WhyMiss, asked))
+
+    async def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
+        """As HeadraceClient.read_block."""
+        asked = admin_pb2.ReadBlockRequest(holder=holder, namespace=namespace, chain=chain)
+        return messages.stored_block_from_message(await self._ask(self._admin.ReadBlock, asked))
+
+    async def write_block(self, holder: str, block: StoredBlock) -> str:
+        """As HeadraceClient.write_block."""
+        reply = await self._ask(self._admin.WriteBlock, messages.stored_block_message(block, holder=holder))
+        return str(reply.outcome)
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
         try:

@@ -18,6 +18,7 @@ from headrace.client.values import (
     Sampling,
     Selector,
     ServedModel,
+    StoredBlock,
     StoreNodeStatus,
     SystemStatus,
     WorkerStatus,
@@ -268,6 +269,18 @@ def explanation_from_message(message: admin_pb2.WhyMissReply) -> MissExplanation
         ),
         errors=tuple((error.holder, error.error) for error in message.errors),
     )
+
+
+def stored_block_message(block: StoredBlock, *, holder: str) -> admin_pb2.StoredBlock:
+    """Encode a block to be written to a node."""
+    return admin_pb2.StoredBlock(
+        header=block.header, payload=block.payload, holder=holder, namespace_fields=block.namespace_fields
+    )
+
+
+def stored_block_from_message(message: admin_pb2.StoredBlock) -> StoredBlock:
+    """Decode a block that was read."""
+    return StoredBlock(message.header, message.payload, dict(message.namespace_fields))
 
 
 def status_from_message(message: admin_pb2.StatusReply) -> SystemStatus:

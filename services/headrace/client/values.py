@@ -173,6 +173,15 @@ class BlockListing:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block's header and payload as a node stores them, and the fields of its model's namespace where known."""
+
+    header: bytes
+    payload: bytes
+    namespace_fields: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class HolderRun:
     """How many of a prompt's leading blocks one holder has, and how many the index says."""
 

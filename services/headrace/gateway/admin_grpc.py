@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from headrace.core.block import Tier
+from headrace.core.block import Namespace, Tier
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
 from headrace.core.generation import DeviceListing, EvictReport, EvictSelector, HolderStat
@@ -21,6 +21,7 @@ from headrace.gateway.admin_scope import AdminScope, admin_scope
 from headrace.gateway.answer_why_miss import answer_why_miss
 from headrace.gateway.audit_log import audit
 from headrace.gateway.authenticate import authorization_of
+from headrace.gateway.move_block import move_block, read_block
 from headrace.gateway.price_eviction import price_eviction
 from headrace.gateway.refuse_call import RefuseCall
 from headrace.gateway.resolve_selector import resolve_selector
@@ -79,6 +80,37 @@ class CacheAdminRpc:
                 list_everywhere=lambda selectors: self._list_everywhere(selectors, limit=LIST_BLOCKS_MAX),
             ),
         )
+
+    async def ReadBlock(self, request: admin_pb2.ReadBlockRequest, grpc_context: Any) -> admin_pb2.StoredBlock:
+        """One block's header and payload, of a named node."""
+        return await self._answer(grpc_context, lambda scope: self._read_block(request, scope))
+
+    async def WriteBlock(self, request: admin_pb2.StoredBlock, grpc_context: Any) -> admin_pb2.WriteBlockReply:
+        """Store one block on a named node; it checks everything again."""
+        return await self._answer(grpc_context, lambda scope: self._write_block(request, scope))
+
+    async def _read_block(self, request: admin_pb2.ReadBlockRequest, scope: AdminScope) -> admin_pb2.StoredBlock:
+        scope.require_all("export blocks")
+        node = await self._node_named(request.holder)
+        return await read_block(request, node, live=self._live_namespaces(), stub_of=self._node_stub)
+
+    async def _write_block(self, request: admin_pb2.StoredBlock, scope: AdminScope) -> admin_pb2.WriteBlockReply:
+        scope.require_all("import blocks")
+        node = await self._node_named(request.holder)
+        reply = await move_block(request, node, live=self._live_namespaces(), stub_of=self._node_stub)
+        asked = {"holder": node.holder_id, "bytes": len(request.payload)}
+        audit(scope.tenant.name, "import block", asked, {"outcome": reply.outcome})
+        return reply
+
+    async def _node_named(self, holder: str) -> StoreNodeRecord:
+        await self._service.refresh()
+        nodes, _ = await self._holders([holder])
+        if not nodes:
+            raise InvalidRequest(f"{holder[:80]!r} is no store node; only those are read and written", param="holder")
+        return nodes[0]
+
+    def _live_namespaces(self) -> list[Namespace]:
+        return [worker.namespace for worker in self._service.table.records()]
 
     async def _answer(self, grpc_context: Any, work: Callable[[AdminScope], Awaitable[Reply]]) -> Reply:
         """Find out who asks, then do the work within what that caller may see."""

@@ -26,6 +26,7 @@ class Admin:
     stub: Any
     gateway: TinyGateway
     kits: dict[str, StoreKit]
+    address: str
 
     async def evict(self, *, dry_run=False, **selector):
         reply = await self.stub.Evict(admin_pb2.EvictRequest(selector=selector, dry_run=dry_run))
@@ -38,10 +39,11 @@ class Admin:
 
 
 @asynccontextmanager
-async def admin_over(model_path, *node_ids, dead_nodes=()):
+async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None):
     """A gateway over running store nodes of these names, and some that are announced but do not answer."""
+    workers = [replace(worker, namespace=namespace) if namespace else worker for worker in WORKERS]
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(tiny_gateway(*WORKERS, model_path=model_path))
+        gateway = await stack.enter_async_context(tiny_gateway(*workers, model_path=model_path))
         if model_path:  # loaded here, since a busy machine takes longer than an admin call may
             await gateway.service.tokenizers.get(model_path, deadline=Deadline.after(60, SystemClock()))
         await gateway.membership.withdraw(NODE)
@@ -64,7 +66,8 @@ async def admin_over(model_path, *node_ids, dead_nodes=()):
         stack.push_async_callback(channels.close)
         server, port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
         stack.push_async_callback(server.stop, 0)
-        yield Admin(admin_pb2_grpc.CacheAdminStub(channels.to(f"127.0.0.1:{port}")), gateway, kits)
+        address = f"127.0.0.1:{port}"
+        yield Admin(admin_pb2_grpc.CacheAdminStub(channels.to(address)), gateway, kits, address)
 
 
 def store_text(kit: StoreKit, text: str, *, salt: str = "") -> int:

@@ -355,14 +355,23 @@ class ReadBlockRequest(_message.Message):
     def __init__(self, holder: _Optional[str] = ..., namespace: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StoredBlock(_message.Message):
-    __slots__ = ("header", "payload", "holder")
+    __slots__ = ("header", "payload", "holder", "namespace_fields")
+    class NamespaceFieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELDS_FIELD_NUMBER: _ClassVar[int]
     header: bytes
     payload: bytes
     holder: str
-    def __init__(self, header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., holder: _Optional[str] = ...) -> None: ...
+    namespace_fields: _containers.ScalarMap[str, str]
+    def __init__(self, header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., holder: _Optional[str] = ..., namespace_fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WriteBlockReply(_message.Message):
     __slots__ = ("outcome",)

@@ -60,6 +60,16 @@ class CacheAdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
                 _registered_method=True)
+        self.ReadBlock = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/ReadBlock',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ReadBlockRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.FromString,
+                _registered_method=True)
+        self.WriteBlock = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/WriteBlock',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.WriteBlockReply.FromString,
+                _registered_method=True)
 
 
 class CacheAdminServicer:
@@ -97,6 +107,20 @@ class CacheAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadBlock(self, request, context):
+        """gateway only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteBlock(self, request, context):
+        """gateway only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +148,16 @@ def add_CacheAdminServicer_to_server(servicer, server):
                     servicer.WhyMiss,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.SerializeToString,
+            ),
+            'ReadBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadBlock,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ReadBlockRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.SerializeToString,
+            ),
+            'WriteBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteBlock,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.WriteBlockReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +296,60 @@ class CacheAdmin:
             '/headrace.v1.CacheAdmin/WhyMiss',
             headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/ReadBlock',
+            headrace_dot_v1_dot_admin__pb2.ReadBlockRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.StoredBlock.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/WriteBlock',
+            headrace_dot_v1_dot_admin__pb2.StoredBlock.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.WriteBlockReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,61 @@
+"""Read single blocks from store nodes and write them to store nodes, for export and import."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+
+from headrace.blocks.block_codec import decode_header
+from headrace.core.block import Namespace
+from headrace.core.errors import BlockCorrupt, InvalidRequest
+from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS
+from headrace.core.members import StoreNodeRecord
+from headrace.wire.status import error_of_call
+from headrace.wire.v1 import admin_pb2
+
+TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
+StubOf = Callable[[StoreNodeRecord], Any]
+
+
+async def move_block(request: Any, node: StoreNodeRecord, *, live: Iterable[Namespace], stub_of: StubOf) -> Any:
+    """Write a block to a node, once its namespace is known to be that of a live worker or narrowed from one.
+
+    Raises InvalidRequest for a block that does not check out, and for one of another namespace: the message names the
+    fields that differ, as far as the block's file says them.
+    """
+    try:
+        base = decode_header(request.header).base_namespace
+    except BlockCorrupt as corrupt:
+        raise InvalidRequest(f"this block is refused: {corrupt.why}; nothing stored", param="block") from corrupt
+    known = {namespace.id: namespace for namespace in live}
+    if base not in known:
+        raise InvalidRequest(_why_not(dict(request.namespace_fields), known.values()), param="namespace")
+    try:
+        return await stub_of(node).WriteBlock(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as failed:
+        raise error_of_call(failed) from failed
+
+
+async def read_block(
+    request: admin_pb2.ReadBlockRequest, node: StoreNodeRecord, *, live: Iterable[Namespace], stub_of: StubOf
+) -> Any:
+    """Read a block from a node, with the fields of its model's namespace if a live worker announces it."""
+    try:
+        block = await stub_of(node).ReadBlock(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as failed:
+        raise error_of_call(failed) from failed
+    base = decode_header(block.header).base_namespace
+    for namespace in live:
+        if namespace.id == base:
+            block.namespace_fields.update(dict(namespace.named_fields()))
+    return block
+
+
+def _why_not(told: dict[str, str], live: Iterable[Namespace]) -> str:
+    refused = "these blocks are of another namespace than every live worker's, nothing was stored"
+    if not told:
+        return f"{refused}; the file does not say which fields differ"
+    # Compared with the nearest one: a fleet of several models would otherwise name every field there is.
+    differing = [[name for name, value in namespace.named_fields() if told.get(name) != value] for namespace in live]
+    fields = min(differing, key=len, default=[])
+    return f"{refused}; fields that differ: {', '.join(fields) or 'unknown, since no worker is live'}"
