@@ -7,6 +7,7 @@ import pytest
 from headrace.core.block import CacheSource
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import CacheControl, DecodeCall, EvictSelector
+from headrace.decode.decode_tokens import decode_tokens
 
 B = 8
 FROM_MEMORY = CacheControl(sources=frozenset([CacheSource.SHARED_MEMORY]))
@@ -56,5 +57,5 @@ async def test_a_worker_refuses_a_prompt_that_was_hashed_for_another_group(store
         computed_from=0,
     )
     with pytest.raises(WorkerUnavailable, match="hashed for another"):
-        async for _ in worker.decode_service.decode(call):
+        async for _ in decode_tokens(call, worker.worker):
             pass
