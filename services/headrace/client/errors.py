@@ -28,12 +28,14 @@ def error_from_rpc(error: grpc.RpcError, *, address: str) -> HeadraceError:
     metadata = tuple(error.trailing_metadata() or ())
     told_by_a_gateway = any(key == ERROR_KEY for key, _ in metadata)
     if code in UNANSWERED and not told_by_a_gateway:
-        return GatewayUnreachable(address, _first_line(details) or code.name.lower())
+        return GatewayUnreachable(address, _cause(details) or code.name.lower())
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not told_by_a_gateway and "larger than max" in details:
         # gRPC uses one code for a full queue and a message over its size; waiting does not help the second.
         return RequestTooLarge(GRPC_MESSAGE_BYTES_MAX)
     return error_of(code, details, metadata)
 
 
-def _first_line(details: str) -> str:
-    return details.splitlines()[0][:200] if details else ""
+def _cause(details: str) -> str:
+    """What is at the end of gRPC's chain of causes: `Connection refused`, `Domain name not found`."""
+    first_line = details.partition("\n")[0]
+    return first_line.rpartition(": ")[2].strip("[] ")[:200]

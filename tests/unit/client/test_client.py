@@ -137,7 +137,10 @@ def test_nothing_at_the_address_is_an_error_that_names_it():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-    with HeadraceClient(address) as client, pytest.raises(GatewayUnreachable, match=address):
+    with (
+        HeadraceClient(address) as client,
+        pytest.raises(GatewayUnreachable, match=rf"{address} \(Connection refused\)"),
+    ):
         client.status()
 
 
