@@ -31,10 +31,12 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install
 $(STAMP):
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed (set PYTHON=...)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
-	@echo "Installing into $(VENV): torch first, then the rest; a few minutes the first time."
+	@echo "Installing into $(VENV), once; a minute or a few, without a word unless something fails."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --upgrade pip
+	@echo "1 of 2: torch"
 	@$(PIP) torch==2.13.0
+	@echo "2 of 2: Headrace and what else it needs"
 	@$(PIP) --editable '.[dev]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
