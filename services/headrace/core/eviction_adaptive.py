@@ -10,6 +10,7 @@ Pure, and fed by the same events as any policy; the store does not know which po
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Generic
 
 from headrace.core.eviction_arc import ArcOrder
@@ -73,14 +74,16 @@ class AdaptiveOrder(LruOrder[Key]):
         super().used(keys)
         self._next_request()
         names = self._names
+        saved_s = [0.0, *accumulate(names[key].recompute_s for key in keys)]
         for directory in self._directories:
             order = directory.order
-            num_held = sum(1 for key in keys if key in order)  # closed under prefixes: these are the first ones
-            held = keys if num_held == len(keys) else keys[:num_held]
-            order.used(held)
-            directory.score += sum(names[key].recompute_s for key in held)
-            if num_held < len(keys):
+            num_held = order.num_leading(keys)
+            if num_held == len(keys):
+                order.used(keys)
+            else:
+                order.used(keys[:num_held])
                 self._insert(directory, names[keys[-1]])
+            directory.score += saved_s[num_held]
 
     def removed(self, key: Key) -> None:
         block = self._names[key]

@@ -62,6 +62,15 @@ class LeafOrder(Generic[Key]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self._names)
 
+    def num_leading(self, keys: Sequence[Key]) -> int:
+        """How many of a chain's leading blocks are held."""
+        names, found = self._names, 0
+        for key in keys:
+            if key not in names:
+                break
+            found += 1
+        return found
+
     def size_of(self, key: Key) -> int:
         """Bytes of a block that is held."""
         return self._names[key].size_bytes
