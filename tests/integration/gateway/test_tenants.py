@@ -19,7 +19,7 @@ from headrace.gateway.serve_grpc import serve_grpc
 from headrace.gateway.service import hash_for
 from headrace.store.cache_admin import CacheAdminOfNode
 from headrace.transfer.channels import Channels, build_server
-from headrace.wire.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 
 WORKERS = (make_worker_record("d0"), make_worker_record("d1"), make_worker_record("p0", WorkerRole.PREFILL))
 TENANTS = {
@@ -31,6 +31,11 @@ TENANTS = {
 }
 KEYS = {name: new_key() for name in TENANTS}
 RING = KeyRing(tuple((HashedKey.of(KEYS[name]), tenant) for name, tenant in TENANTS.items()))
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+    admin_pb2.DESCRIPTOR.services_by_name["CacheAdmin"],
+)
+RPCS = {method.name: method for service in SERVICES for method in service.methods}
 PROMPT = "twenty-four characters.."  # six blocks, of which a repeat can use five
 
 
@@ -125,10 +130,16 @@ async def test_every_rpc_refuses_an_unknown_key_with_its_own_error(model_path):
             with pytest.raises(Unauthenticated, match="not known here; send an API key"):
                 await call
         await client.close()
-        stub = inference_pb2_grpc.InferenceStub(system.channel)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.ListModels(inference_pb2.ListModelsRequest())
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("rpc", [*RPCS], ids=str)
+async def test_no_rpc_is_open(model_path, rpc):
+    """Fails for an RPC, also one that is added later, that answers a caller without a key."""
+    async with deployed(model_path) as system:
+        call = system.channel.unary_stream if RPCS[rpc].server_streaming else system.channel.unary_unary
+        service = RPCS[rpc].containing_service.full_name
+        answer = call(f"/{service}/{rpc}", request_serializer=bytes, response_deserializer=bytes)(b"", timeout=5)
+        assert await answer.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])
@@ -229,6 +240,22 @@ def total(reports) -> int:
     """Blocks on store nodes; the tiny workers report the same figure whatever they are asked."""
     assert not [r.error for r in reports if r.error]
     return sum(r.blocks for r in reports if r.holder.startswith("node:"))
+
+
+async def test_why_miss_tells_a_user_nothing_of_what_others_sent(model_path):
+    """Fails when the reason of a miss is another for a prompt that another group sent than for one that nobody did."""
+    async with deployed(model_path) as system:
+        system.store("tenant:one", "sharedheadtail")
+        stub = admin_pb2_grpc.CacheAdminStub(system.channel)
+
+        async def reasons(tenant: str, text: str) -> list[str]:
+            asked = admin_pb2.WhyMissRequest(model="tiny", text=text)
+            reply = await stub.WhyMiss(asked, metadata=[("authorization", f"Bearer {KEYS[tenant]}")])
+            return [reason.kind for reason in reply.reasons]
+
+        sent, unsent = await reasons("two", "sharedheadtail"), await reasons("two", "nobodysenthis!")
+        assert sent == unsent
+        assert "other_namespace" in await reasons("operator", "sharedheadtail")
 
 
 async def test_a_users_books_are_as_if_it_were_alone(model_path):
