@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from local_system import make_config
 
+from headrace.core.errors import ConfigInvalid
 from headrace_cluster.launch_local import LaunchFailed, launch_local
 from headrace_cluster.local_instance import read_state
 
@@ -17,6 +18,14 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_own_error(tmp_pa
     with pytest.raises(LaunchFailed, match="no-model-here"):
         launch_local(config, report=progress.append)
     assert any(line.startswith("removed /tmp/headrace-") for line in progress)
+    assert read_state(tmp_path / "state") is None
+
+
+def test_a_tenants_file_with_a_mistake_is_refused_before_anything_starts(tmp_path: Path):
+    """Fails when the mistake is found by the gateways only, or lets everybody in."""
+    config = make_config(tmp_path, tmp_path / "state", tenants_file=str(tmp_path / "none"), hash_algorithm="sha256")
+    with pytest.raises(ConfigInvalid, match="tenants_file.*cannot be read"):
+        launch_local(config, report=print)
     assert read_state(tmp_path / "state") is None
 
 

@@ -71,3 +71,10 @@ def test_the_documented_table_is_the_table():
     """Fails when a setting is added or changed and docs/configuration.md is not."""
     documented = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert settings_markdown() in documented
+
+
+def test_tenants_need_the_hash_that_withstands_collisions():
+    """Fails when tenants that do not trust each other are kept apart by a hash that one of them could break."""
+    with pytest.raises(ConfigInvalid, match="must be sha256 with a tenants_file"):
+        load_config({"tenants_file": "t.yaml"}, environ={})
+    assert load_config({"tenants_file": "t.yaml", "hash_algorithm": "sha256"}, environ={}).gateway.tenants_file
