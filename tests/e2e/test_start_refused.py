@@ -24,7 +24,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_own_error(tmp_pa
 def test_a_tenants_file_with_a_mistake_is_refused_before_anything_starts(tmp_path: Path):
     """Fails when the mistake is found by the gateways only, or lets everybody in."""
     config = make_config(tmp_path, tmp_path / "state", tenants_file=str(tmp_path / "none"), hash_algorithm="sha256")
-    with pytest.raises(ConfigInvalid, match="tenants_file.*cannot be read"):
+    with pytest.raises(ConfigInvalid, match=r"tenants_file.*cannot be read"):
         launch_local(config, report=print)
     assert read_state(tmp_path / "state") is None
 
