@@ -1,0 +1,103 @@
+"""Requests to a live system whose answers are known beforehand, and a load of them while something is done to it."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from local_system import LocalSystem, wait_until
+
+from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling
+from headrace.core.errors import HeadraceError
+
+EIGHT = Sampling(max_tokens=8, ignore_eos=True)
+ANY = CacheOptions()
+
+
+def make_token_ids(count: int, *, seed: int) -> list[int]:
+    """Tokens of the tiny model that no other seed begins with; none of its special tokens."""
+    chosen = random.Random(seed)
+    return [chosen.randrange(10, 290) for _ in range(count)]
+
+
+def ask(
+    system: LocalSystem, token_ids: list[int], *, cache: CacheOptions = ANY, timeout_s: float = 30
+) -> GenerateResult:
+    """Eight greedy tokens, within a deadline."""
+    return system.client.generate(token_ids, sampling=EIGHT, cache=cache, timeout_s=timeout_s)
+
+
+def ask_all(system: LocalSystem, prompts: list[list[int]], *, cache: CacheOptions = ANY) -> list[GenerateResult]:
+    """Eight at a time; results in the prompts' order."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda prompt: ask(system, prompt, cache=cache), prompts))
+
+
+def cold_ids(system: LocalSystem, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """The answers with nothing taken from the cache and nothing left in it."""
+    return [result.token_ids for result in ask_all(system, prompts, cache=COLD)]
+
+
+@dataclass
+class LoadOutcome:
+    """What came of a load's requests."""
+
+    right: int = 0
+    wrong: int = 0
+    hits: int = 0
+    slowest_s: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+def load_while(
+    system: LocalSystem, prompts: list[list[int]], do: Callable[[], None], *, after_s: float = 0.5
+) -> LoadOutcome:
+    """Four callers ask in turn, from before `do` begins until some time after it has ended; answers are compared."""
+    expected, outcome = cold_ids(system, prompts), LoadOutcome()
+    ended, lock = threading.Event(), threading.Lock()
+
+    def call(number: int) -> None:
+        while not ended.is_set():
+            number = (number + 1) % len(prompts)
+            began_s = time.monotonic()
+            try:
+                result = ask(system, prompts[number])
+            except HeadraceError as error:
+                with lock:
+                    outcome.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            with lock:
+                outcome.right += result.token_ids == expected[number]
+                outcome.wrong += result.token_ids != expected[number]
+                outcome.hits += result.usage.cached.total > 0
+                outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began_s)
+
+    with ThreadPoolExecutor(4) as pool:
+        callers = [pool.submit(call, number) for number in range(4)]
+        try:
+            do()
+            time.sleep(after_s)
+        finally:
+            ended.set()
+        for caller in callers:
+            caller.result()
+    return outcome
+
+
+def wait_until_at_rest(system: LocalSystem) -> None:
+    """Nothing runs, waits, is leased or reserved, and every holder's blocks add up to what it has."""
+
+    def at_rest() -> bool:
+        if any(worker.running or worker.waiting for worker in system.client.status().workers):
+            return False
+        books = system.client.stat()
+        return all(
+            not b.error
+            and b.leased_blocks == b.reserved_blocks == 0
+            and b.free_blocks + b.committed_blocks == b.total_blocks
+            for b in books
+        )
+
+    wait_until(at_rest, within_s=10, what="the system at rest, its books balanced")

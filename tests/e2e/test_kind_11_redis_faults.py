@@ -1,0 +1,65 @@
+"""Redis is an index of the cache and no single point of failure: what happens to it costs hits, never an answer."""
+
+import time
+
+import pytest
+from live_load import load_while, make_token_ids
+from local_system import BLOCK_TOKENS, LocalSystem, wait_until
+from redis import Redis
+
+
+@pytest.fixture
+def redis(system: LocalSystem):
+    with Redis.from_url(system.state.redis_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    return [make_token_ids(6 * BLOCK_TOKENS, seed=110_000 + i) for i in range(8)]
+
+
+def test_a_redis_that_loses_everything_again_and_again_fails_no_request(system: LocalSystem, redis: Redis, prompts):
+    """Fails when a listing is believed that lacks those who have not announced themselves again yet."""
+
+    def flush() -> None:
+        for _ in range(15):
+            redis.flushall()
+            time.sleep(0.2)
+
+    outcome = load_while(system, prompts, flush, after_s=1)
+    assert (outcome.errors, outcome.wrong) == ([], 0)
+    wait_until(lambda: len(system.client.status().workers) == 3, within_s=10, what="all announced again")
+
+
+def test_a_redis_that_takes_no_writes_fails_no_request(system: LocalSystem, redis: Redis, prompts):
+    """A failover left us with a replica on which some records have run out and cannot be put again. Fails when their
+    owners, who serve all the while, count as dead."""
+    records = [f"hr1:{{members}}:m:worker:{worker_id}" for worker_id in system.worker_ids("decode")]
+
+    def demote() -> None:
+        assert redis.delete(*records) == len(records) == 2
+        redis.execute_command("REPLICAOF", "127.0.0.1", "1")
+        try:
+            time.sleep(3)
+        finally:
+            redis.execute_command("REPLICAOF", "NO", "ONE")
+
+    outcome = load_while(system, prompts, demote)
+    assert (outcome.errors, outcome.wrong) == ([], 0)
+    wait_until(lambda: len(system.client.status().workers) == 3, within_s=10, what="all announced again")
+
+
+def test_killed_connections_are_replaced_and_do_not_add_up(system: LocalSystem, redis: Redis, prompts):
+    """Fails when a connection is lost at each fault, or a reply reaches another command's caller."""
+    before = redis.info("clients")["connected_clients"]
+
+    def cut() -> None:
+        for _ in range(10):
+            redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            time.sleep(0.2)
+
+    outcome = load_while(system, prompts, cut, after_s=1)
+    assert (outcome.errors, outcome.wrong) == ([], 0)
+    assert outcome.hits > 0
+    assert redis.info("clients")["connected_clients"] <= before + 8
