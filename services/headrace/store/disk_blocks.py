@@ -299,6 +299,10 @@ class DiskBlocks:
         dead, self._dead = self._dead, []
         return dead
 
+    def keep_dead(self, dead: list[DiskRecord]) -> None:
+        """Records that could not be marked; marking one twice is harmless."""
+        self._dead += dead
+
     @property
     def is_settled(self) -> bool:
         """Whether nothing waits to be written or marked."""

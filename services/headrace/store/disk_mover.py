@@ -137,10 +137,16 @@ class DiskMover:
         return True
 
     async def _mark_dead(self) -> None:
+        """Mark what must not come back; a disk that refuses is tried again, and until then nothing is settled."""
         dead = self._disk.take_dead()
-        if dead:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._writer, _mark_all, self._tier, dead)
+        if not dead:
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._writer, _mark_all, self._tier, dead)
+        except OSError as error:
+            _log.warning("%d blocks are not marked as removed on disk yet: %s", len(dead), error.strerror)
+            self._disk.keep_dead(dead)
+            await asyncio.sleep(DISK_PAUSE_MS / 1_000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,15 +46,15 @@ def plan_disk_eviction(
         if selector.free_bytes is not None:
             candidates.sort(key=lambda block: (block.used_s, -block.header.position))
         freed_bytes = sum(block.total_bytes for block in victims.values())
-        for block in candidates:
+        for candidate in candidates:
             if selector.free_bytes is not None and freed_bytes >= selector.free_bytes:
                 break
-            if block.key not in victims and (selector.tier == Tier.DISK or not disk.in_arena(block.key)):
-                victims[block.key] = block
-                freed_bytes += block.total_bytes
+            if candidate.key not in victims and (selector.tier == Tier.DISK or not disk.in_arena(candidate.key)):
+                victims[candidate.key] = candidate
+                freed_bytes += candidate.total_bytes
     lost |= {key for key in victims if not disk.in_arena(key)}
     for key in lost:
-        victims |= {block.key: block for block in disk.descendants(key)}
+        victims |= {below.key: below for below in disk.descendants(key)}
     return sorted(victims.values(), key=lambda block: -block.header.position)
 
 
@@ -62,6 +62,7 @@ def report_eviction(
     plan: EvictionPlan, on_disk: Sequence[DiskBlock], *, holder: HolderId, dry_run: bool
 ) -> EvictReport:
     """What an eviction takes from both tiers; a block that is in both counts in each."""
+    hashes = [block.header.block_hash for block in plan.victims] + [block.header.block_hash for block in on_disk]
     return EvictReport(
         holder=holder,
         blocks=len(plan.victims) + len(on_disk),
@@ -69,7 +70,7 @@ def report_eviction(
         bytes=sum(block.slot_bytes for block in plan.victims) + sum(block.total_bytes for block in on_disk),
         skipped_leased_blocks=plan.skipped_leased_blocks,
         dry_run=dry_run,
-        block_hashes=tuple(block.header.block_hash for block in (*plan.victims, *on_disk))[:EVICT_HASHES_MAX],
+        block_hashes=tuple(hashes[:EVICT_HASHES_MAX]),
     )
 
 

@@ -7,6 +7,7 @@ record as one line of JSON. The arena's file stays when the process ends, so tha
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from headrace.blocks.disk_tier import DiskTier, disk_path, open_disk, remove_dis
 from headrace.blocks.host_arena import HostArena, arena_path, host_id, open_arena
 from headrace.config import StoreSettings, load_config, settings_table
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable
+from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable, StoreUnavailable
 from headrace.core.eviction import PolicyName
 from headrace.core.generation import HolderStat
 from headrace.core.limits import EXPIRY_SCAN_MS, MEMBER_TTL_MS, STOP_GRACE_MS
@@ -163,6 +164,9 @@ class StoreNodeService:
         """Leave the members, refuse new calls, let those in progress end, unmap. Idempotent."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._background is not None:
+            if self._mover is not None and not remove_arena:
+                with contextlib.suppress(StoreUnavailable):  # what is not taken in time is lost
+                    await self._mover.settle()
             self._background.cancel()
             await asyncio.gather(self._background, return_exceptions=True)
             self._background = None
