@@ -102,6 +102,13 @@ class GatewayReplica:
         except CallRefused:
             return admin_pb2.WriteBlockReply()
 
+    async def Doctor(self, request: Any, grpc_context: Any) -> Any:
+        """admin.proto."""
+        try:
+            return await self._gateway.admin.Doctor(request, grpc_context)
+        except CallRefused:
+            return admin_pb2.DoctorReply()
+
     async def Check(self, request: Any, grpc_context: Any) -> Any:
         """grpc.health.v1."""
         return await self._gateway.health.Check(request, grpc_context)

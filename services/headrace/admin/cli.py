@@ -8,6 +8,7 @@ from headrace.admin.cache_commands import cache
 from headrace.admin.cache_details import show_block, why_miss
 from headrace.admin.chat import chat
 from headrace.admin.config_commands import config
+from headrace.admin.doctor import doctor
 from headrace.admin.event_commands import events
 from headrace.admin.inference_commands import generate, models
 from headrace.admin.portable_blocks import export_blocks, import_blocks
@@ -29,7 +30,22 @@ def main() -> None:
 
 for command in (show_block, why_miss, warm_cache, export_blocks, import_blocks):
     cache.add_command(command)
-for command in (up, down, status, models, generate, chat, cache, verify, demo, bench, store_node, config, tenants):
+for command in (
+    up,
+    down,
+    status,
+    models,
+    generate,
+    chat,
+    cache,
+    verify,
+    demo,
+    bench,
+    store_node,
+    config,
+    tenants,
+    doctor,
+):
     main.add_command(command)
 main.add_command(simulate)
 cache.add_command(events)

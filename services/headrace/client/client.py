@@ -29,6 +29,7 @@ from headrace.client.values import (
     CacheOptions,
     Event,
     Eviction,
+    Finding,
     GenerateResult,
     MissExplanation,
     Prompt,
@@ -232,6 +233,10 @@ class HeadraceClient:
         reply = self._ask(self._admin.WriteBlock, messages.stored_block_message(block, holder=holder))
         return str(reply.outcome)
 
+    def doctor(self, *, fix: bool = False) -> tuple[Finding, ...]:
+        """Examine the system; with fix, also repair what can be repaired from here."""
+        return messages.findings_from_message(self._ask(self._admin.Doctor, admin_pb2.DoctorRequest(fix=fix)))
+
     def _ask(self, method: Callable[..., Value], request: object) -> Value:
         try:
             return method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3, metadata=self._metadata)
@@ -396,6 +401,10 @@ class AsyncHeadraceClient:
         """As HeadraceClient.write_block."""
         reply = await self._ask(self._admin.WriteBlock, messages.stored_block_message(block, holder=holder))
         return str(reply.outcome)
+
+    async def doctor(self, *, fix: bool = False) -> tuple[Finding, ...]:
+        """As HeadraceClient.doctor."""
+        return messages.findings_from_message(await self._ask(self._admin.Doctor, admin_pb2.DoctorRequest(fix=fix)))
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
         try:

@@ -10,6 +10,7 @@ from headrace.client.values import (
     Done,
     Event,
     Eviction,
+    Finding,
     HolderRun,
     Message,
     MissExplanation,
@@ -281,6 +282,11 @@ def stored_block_message(block: StoredBlock, *, holder: str) -> admin_pb2.Stored
 def stored_block_from_message(message: admin_pb2.StoredBlock) -> StoredBlock:
     """Decode a block that was read."""
     return StoredBlock(message.header, message.payload, dict(message.namespace_fields))
+
+
+def findings_from_message(message: admin_pb2.DoctorReply) -> tuple[Finding, ...]:
+    """Decode what was found."""
+    return tuple(Finding(each.check, each.holder, each.ok, each.detail, each.fixed) for each in message.findings)
 
 
 def status_from_message(message: admin_pb2.StatusReply) -> SystemStatus:

@@ -173,6 +173,17 @@ class BlockListing:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that `doctor` looked at; `holder` is "" for what concerns everybody."""
+
+    check: str
+    holder: str
+    ok: bool
+    detail: str
+    fixed: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoredBlock:
     """One block's header and payload as a node stores them, and the fields of its model's namespace where known."""
 

@@ -200,6 +200,13 @@ RECENT_PROMPT_TOKENS_MAX = 1_000_000
 # Holders that a gateway remembers after they are gone: a few restarts of every holder of a small cluster.
 HOLDERS_REMEMBERED = 256
 
+# Clocks of nodes and gateway may differ by this much before `doctor` says so: ages and times to live are shown in
+# seconds, and NTP keeps hosts within some ten milliseconds.
+CLOCK_SKEW_MS_MAX = 2_000
+
+# Blocks of each node that `doctor` compares with the index: each costs a lookup of about 1 ms.
+DOCTOR_SAMPLE_BLOCKS = 256
+
 # How often a health watcher is told of a change, at the latest.
 HEALTH_WATCH_MS = 500
 

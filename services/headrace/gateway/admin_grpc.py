@@ -21,6 +21,7 @@ from headrace.gateway.admin_scope import AdminScope, admin_scope
 from headrace.gateway.answer_why_miss import answer_why_miss
 from headrace.gateway.audit_log import audit
 from headrace.gateway.authenticate import authorization_of
+from headrace.gateway.examine_system import Stubs, examine_system
 from headrace.gateway.move_block import move_block, read_block
 from headrace.gateway.price_eviction import price_eviction
 from headrace.gateway.refuse_call import RefuseCall
@@ -80,6 +81,19 @@ class CacheAdminRpc:
                 list_everywhere=lambda selectors: self._list_everywhere(selectors, limit=LIST_BLOCKS_MAX),
             ),
         )
+
+    async def Doctor(self, request: admin_pb2.DoctorRequest, grpc_context: Any) -> admin_pb2.DoctorReply:
+        """What is well and what is not, and (asked to) what was done about it."""
+        return await self._answer(grpc_context, lambda scope: self._doctor(request, scope))
+
+    async def _doctor(self, request: admin_pb2.DoctorRequest, scope: AdminScope) -> admin_pb2.DoctorReply:
+        scope.require_all("examine the system")
+        stubs = Stubs(cache=self._stub, node=self._node_stub)
+        findings = await examine_system(self._service, stubs=stubs, fix=request.fix)
+        if request.fix:
+            fixed = {f"{finding.check} {finding.holder}": finding.fixed for finding in findings if finding.fixed}
+            audit(scope.tenant.name, "doctor --fix", {}, fixed)
+        return admin_pb2.DoctorReply(findings=[admin_pb2.Finding(**dataclasses.asdict(each)) for each in findings])
 
     async def ReadBlock(self, request: admin_pb2.ReadBlockRequest, grpc_context: Any) -> admin_pb2.StoredBlock:
         """One block's header and payload, of a named node."""

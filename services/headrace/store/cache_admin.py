@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 
+from headrace import __version__
 from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
 from headrace.core.generation import BlockInfo, EvictReport, EvictSelector
@@ -60,7 +61,11 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
 
     async def Status(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """This node only; who else is there is for the gateway to say."""
-        return pb.StatusReply(store_nodes=[render.render_store_node(self._record())])
+        return pb.StatusReply(
+            store_nodes=[render.render_store_node(self._record())],
+            unix_ms=SystemClock().unix_ms(),
+            version=__version__,
+        )
 
     async def _list_blocks(self, request: Any) -> Any:
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)

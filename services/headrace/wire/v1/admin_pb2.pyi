@@ -193,14 +193,18 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("store_nodes", "workers", "index_available")
+    __slots__ = ("store_nodes", "workers", "index_available", "unix_ms", "version")
     STORE_NODES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     INDEX_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     store_nodes: _containers.RepeatedCompositeFieldContainer[StoreNodeStatus]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     index_available: bool
-    def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ...) -> None: ...
+    unix_ms: int
+    version: str
+    def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ..., unix_ms: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StoreNodeStatus(_message.Message):
     __slots__ = ("node_id", "incarnation", "host", "address", "pid", "metrics_port")
@@ -388,3 +392,29 @@ class ReregisterReply(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class DoctorRequest(_message.Message):
+    __slots__ = ("fix",)
+    FIX_FIELD_NUMBER: _ClassVar[int]
+    fix: bool
+    def __init__(self, fix: _Optional[bool] = ...) -> None: ...
+
+class DoctorReply(_message.Message):
+    __slots__ = ("findings",)
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    findings: _containers.RepeatedCompositeFieldContainer[Finding]
+    def __init__(self, findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("check", "holder", "ok", "detail", "fixed")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    FIXED_FIELD_NUMBER: _ClassVar[int]
+    check: str
+    holder: str
+    ok: bool
+    detail: str
+    fixed: str
+    def __init__(self, check: _Optional[str] = ..., holder: _Optional[str] = ..., ok: _Optional[bool] = ..., detail: _Optional[str] = ..., fixed: _Optional[str] = ...) -> None: ...

@@ -55,6 +55,11 @@ class CacheAdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Doctor = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/Doctor',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.DoctorRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.DoctorReply.FromString,
+                _registered_method=True)
         self.WhyMiss = channel.unary_unary(
                 '/headrace.v1.CacheAdmin/WhyMiss',
                 request_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
@@ -96,6 +101,13 @@ class CacheAdminServicer:
 
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Doctor(self, request, context):
+        """gateway only
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -143,6 +155,11 @@ def add_CacheAdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.StatusReply.SerializeToString,
+            ),
+            'Doctor': grpc.unary_unary_rpc_method_handler(
+                    servicer.Doctor,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.DoctorRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.DoctorReply.SerializeToString,
             ),
             'WhyMiss': grpc.unary_unary_rpc_method_handler(
                     servicer.WhyMiss,
@@ -269,6 +286,33 @@ class CacheAdmin:
             '/headrace.v1.CacheAdmin/Status',
             headrace_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Doctor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/Doctor',
+            headrace_dot_v1_dot_admin__pb2.DoctorRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.DoctorReply.FromString,
             options,
             channel_credentials,
             insecure,
