@@ -85,6 +85,8 @@ def list_disk_blocks(
     disk: DiskBlocks, selector: EvictSelector, *, holder: HolderId, clock: Clock, limit: int
 ) -> tuple[list[BlockInfo], int]:
     """As `list_blocks`, of the disk tier."""
+    if selector.tier not in (None, Tier.DISK):
+        return [], 0
     selected = select_disk_blocks(disk, selector, now_s=clock.now_s())
     shown = selected[: max(0, min(limit, LIST_BLOCKS_MAX))]
     return [_describe(block, holder, clock) for block in shown], len(selected)
