@@ -110,8 +110,8 @@ class Worker:
         return bool(self._worker.healthy())
 
 
-def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, report: Report = print) -> Worker:
-    """Load the model and join it to this host's store node and the index. Blocks for as long as loading takes.
+def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
+    """Load the model, printing the progress, and join it to this host's store node and the index. Blocks while loading.
 
     Raises ModelRefused, ConfigInvalid.
     """
@@ -122,7 +122,7 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, repor
         config.engine,
         trust_group=config.gateway.trust_group,
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
-        report=report,
+        report=print,
     )
     return join_worker(model, config, role=role, worker_id=worker_id)
 

@@ -29,11 +29,6 @@ class CircuitBreaker:
         self._open_until_s: float | None = None  # None: closed
         self._probing = False
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the server counts as healthy."""
-        return self._open_until_s is None
-
     def admit(self) -> Ticket | None:
         """Let a caller try, or None: fail at once. A ticket must come back by exactly one of the three calls below."""
         if self._open_until_s is None:
