@@ -11,6 +11,7 @@ from local_system import LocalSystem, wait_until
 
 from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling
 from headrace.core.errors import HeadraceError
+from headrace.core.limits import LEASE_TTL_MS
 
 EIGHT = Sampling(max_tokens=8, ignore_eos=True)
 ANY = CacheOptions()
@@ -87,7 +88,10 @@ def load_while(
 
 
 def wait_until_at_rest(system: LocalSystem) -> None:
-    """Nothing runs, waits, is leased or reserved, and every holder's blocks add up to what it has."""
+    """Nothing runs, waits, is leased or reserved, and every holder's blocks add up to what it has.
+
+    A claim whose release was lost on the way ends by its own expiry, so that is how long this may take.
+    """
 
     def at_rest() -> bool:
         if any(worker.running or worker.waiting for worker in system.client.status().workers):
@@ -100,4 +104,4 @@ def wait_until_at_rest(system: LocalSystem) -> None:
             for b in books
         )
 
-    wait_until(at_rest, within_s=10, what="the system at rest, its books balanced")
+    wait_until(at_rest, within_s=LEASE_TTL_MS / 1_000 + 10, what="the system at rest, its books balanced")
