@@ -3,7 +3,7 @@
 Owns the replica's life and how an error's status passes Serve's gRPC proxy. What a gateway does is in `gateway/`.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from ray import serve
@@ -14,6 +14,19 @@ from headrace.core.clock import SystemClock
 from headrace.gateway.refuse_call import CallRefused
 from headrace.wire.v1 import admin_pb2, inference_pb2
 from headrace_cluster.ray_worker_calls import RayWorkerCalls
+
+
+def _admin_call(name: str, empty: Callable[[], Any]) -> Callable[..., Awaitable[Any]]:
+    """The replica's method for one unary RPC of CacheAdmin; `empty` makes what a refused call ends with."""
+
+    async def call(self: "GatewayReplica", request: Any, grpc_context: Any) -> Any:
+        try:
+            return await getattr(self._gateway.admin, name)(request, grpc_context)
+        except CallRefused:
+            return empty()
+
+    call.__name__ = name
+    return call
 
 
 @serve.ingress()
@@ -53,61 +66,28 @@ class GatewayReplica:
         except CallRefused:
             return inference_pb2.ListModelsReply()
 
-    async def ListBlocks(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        try:
-            return await self._gateway.admin.ListBlocks(request, grpc_context)
-        except CallRefused:
-            return admin_pb2.ListBlocksReply()
+    # admin.proto's CacheAdmin: Serve finds a method by the RPC's name.
+    ListBlocks = _admin_call("ListBlocks", admin_pb2.ListBlocksReply)
+    Stat = _admin_call("Stat", admin_pb2.StatReply)
+    Evict = _admin_call("Evict", admin_pb2.EvictReply)
+    Status = _admin_call("Status", admin_pb2.StatusReply)
+    WhyMiss = _admin_call("WhyMiss", admin_pb2.WhyMissReply)
+    ReadBlock = _admin_call("ReadBlock", admin_pb2.StoredBlock)
+    WriteBlock = _admin_call("WriteBlock", admin_pb2.WriteBlockReply)
+    Doctor = _admin_call("Doctor", admin_pb2.DoctorReply)
+    Pin = _admin_call("Pin", admin_pb2.ControlReply)
+    Unpin = _admin_call("Unpin", admin_pb2.ControlReply)
+    SetTtl = _admin_call("SetTtl", admin_pb2.ControlReply)
+    ListTenants = _admin_call("ListTenants", admin_pb2.ListTenantsReply)
+    SetQuota = _admin_call("SetQuota", admin_pb2.SetQuotaReply)
 
-    async def Stat(self, request: Any, grpc_context: Any) -> Any:
+    async def DrainNode(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """admin.proto."""
         try:
-            return await self._gateway.admin.Stat(request, grpc_context)
+            async for progress in self._gateway.admin.DrainNode(request, grpc_context):
+                yield progress
         except CallRefused:
-            return admin_pb2.StatReply()
-
-    async def Evict(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        try:
-            return await self._gateway.admin.Evict(request, grpc_context)
-        except CallRefused:
-            return admin_pb2.EvictReply()
-
-    async def Status(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        try:
-            return await self._gateway.admin.Status(request, grpc_context)
-        except CallRefused:
-            return admin_pb2.StatusReply()
-
-    async def WhyMiss(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        try:
-            return await self._gateway.admin.WhyMiss(request, grpc_context)
-        except CallRefused:
-            return admin_pb2.WhyMissReply()
-
-    async def ReadBlock(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        try:
-            return await self._gateway.admin.ReadBlock(request, grpc_context)
-        except CallRefused:
-            return admin_pb2.StoredBlock()
-
-    async def WriteBlock(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        try:
-            return await self._gateway.admin.WriteBlock(request, grpc_context)
-        except CallRefused:
-            return admin_pb2.WriteBlockReply()
-
-    async def Doctor(self, request: Any, grpc_context: Any) -> Any:
-        """admin.proto."""
-        try:
-            return await self._gateway.admin.Doctor(request, grpc_context)
-        except CallRefused:
-            return admin_pb2.DoctorReply()
+            yield admin_pb2.DrainNodeProgress()
 
     async def Check(self, request: Any, grpc_context: Any) -> Any:
         """grpc.health.v1."""

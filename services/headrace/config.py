@@ -58,6 +58,10 @@ class StoreSettings:
     eviction_policy: str = setting(
         DEFAULT_POLICY.value, "What leaves a full arena: adaptive, lru, gdsf, lfu or arc (docs/eviction.md)."
     )
+    free_share: float = setting(
+        0.01, "Share of the arena that is kept free ahead of need, by eviction in the background. 0: none."
+    )
+    pin_share: float = setting(0.5, "Share of the arena that pinned prefixes may take; a pin beyond it is refused.")
     arena_dir: str = setting("/dev/shm", "Directory of the arena file; a memory-backed file system.")
     disk_gb: float = setting(0.0, "Disk for what the arena has no room for, in GiB. 0: no disk tier.")
     disk_dir: str = setting("", "Directory of the disk tier. Default: ~/.cache/headrace/blocks.")
@@ -239,6 +243,10 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("block_tokens", "must not exceed context_tokens_max")
     if config.store.arena_mb < 1:
         raise ConfigInvalid("arena_mb", "must be at least 1")
+    if not 0 <= config.store.free_share <= 0.5:
+        raise ConfigInvalid("free_share", "must lie in 0..0.5: more would keep half of the arena empty")
+    if not 0 <= config.store.pin_share <= 0.9:
+        raise ConfigInvalid("pin_share", "must lie in 0..0.9: what is not pinned must be able to turn over")
     if config.store.eviction_policy not in tuple(PolicyName):
         raise ConfigInvalid("eviction_policy", f"must be one of {', '.join(PolicyName)}")
     if config.store.kv_events_replay_endpoint and not config.store.kv_events_endpoint:

@@ -23,6 +23,7 @@ from headrace.core.errors import BlockMissing, CacheFault, LeaseExpired, StoreUn
 from headrace.core.generation import EvictSelector
 from headrace.core.limits import STORE_CALL_TIMEOUT_MS
 from headrace.core.ports import BlockSink, BlockSource, Lease, Reservation, ReserveOutcome
+from headrace.core.retention import KEEP, Retention
 from headrace.store.recover_arena import recover_arena
 from headrace.store.store_node import StoreNode
 
@@ -88,10 +89,10 @@ class DirectStore:
         self._lease_ends_s: dict[str, float] = {}
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
     ) -> Lease:
         asked_s = self.node.clock.now_s()
-        run = await self._call(lambda node: node.lease(namespace, chain, first_block=first_block))
+        run = await self._call(lambda node: node.lease(namespace, chain, first_block=first_block, retention=retention))
         self._lease_ends_s[run.lease_id] = asked_s + run.expires_in_ms / 1000
         return Lease(
             lease_id=run.lease_id,
@@ -124,8 +125,10 @@ class DirectStore:
         self._lease_ends_s.pop(lease.lease_id, None)
         await self._call(lambda node: node.release(lease.lease_id, suspects))
 
-    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
-        outcomes = await self._call(lambda node: node.reserve(headers))
+    async def reserve(
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention = KEEP
+    ) -> tuple[ReserveOutcome, ...]:
+        outcomes = await self._call(lambda node: node.reserve(headers, retention=retention))
         return tuple(
             Reservation(
                 outcome.reservation_id,

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import NewType
 
 from headrace.core.block import CacheSource, Chain, HashedPrompt
+from headrace.core.retention import KEEP, Retention
 
 RequestId = NewType("RequestId", str)  # minted by the server, one per client request
 AttemptId = NewType("AttemptId", str)  # minted by the server, one per try at one choice of a request
@@ -45,6 +46,8 @@ class CacheControl:
 
     sources: frozenset[CacheSource] = ALL_SOURCES
     publish: bool = True
+    retention: Retention = KEEP  # of the blocks that it uses or leaves
+    affinity_key: str = ""  # between workers that cost the same, requests of one key meet
 
     @property
     def reads(self) -> bool:
@@ -194,6 +197,31 @@ class EvictReport:
     dry_run: bool
     error: str = ""  # not empty: this holder did not answer or failed; its counts are unknown
     block_hashes: Chain = ()  # what went, at most EVICT_HASHES_MAX
+    skipped_pinned_blocks: int = 0
+
+
+class ControlOutcome(StrEnum):
+    """What a holder made of an order about a prefix."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    NOT_HELD = "not held"
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReport:
+    """What one holder did about a pin or a time to live; the fields of `admin.proto:ControlReport`."""
+
+    holder: str
+    outcome: ControlOutcome | None
+    blocks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    pinned_bytes: int = 0
+    pin_bytes_max: int = 0
+    until_unix_ms: int = 0  # 0: no end
+    why: str = ""
+    error: str = ""  # not empty: this holder did not answer or failed; what it did is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +244,9 @@ class BlockInfo:
     producer: str = ""  # header fields that a tier keeps at hand; a worker's pool has none of them
     created_unix_ms: int = 0
     payload_xxh3: int = 0
+    pinned_until_unix_ms: int = 0  # of a pin on this very block; 0: none
+    protected_by_pin: bool = False  # it or a block that stands on it is pinned
+    expires_unix_ms: int = 0  # 0: it has no time to live
 
 
 @dataclass(frozen=True, slots=True)

@@ -382,6 +382,15 @@ EVICTION_GHOSTS_PER_BLOCK = 4
 # which an arena reaches at 94 GB (360 KiB blocks). Beyond it a directory stands for the best part of the arena only.
 EVICTION_DIRECTORY_NAMES_MAX = 262_144
 
+# Characters of an affinity key; OpenAI's prompt_cache_key has at most 64.
+AFFINITY_KEY_CHARS_MAX = 256
+
+# Shortest time to live: the scan for what is over runs each second, and a request must end before its blocks do.
+TTL_S_MIN = 10
+
+# Longest time to live, 366 days: longer is "until room is needed", which is the default.
+TTL_S_MAX = 366 * 86_400
+
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS

@@ -39,6 +39,7 @@ class StoreNodeRecord:
     arena_path: str  # file to map on the same host
     pid: int
     metrics_port: int = 0
+    draining: bool = False  # takes no new blocks: publish elsewhere; what it holds can be read
 
     @property
     def holder_id(self) -> HolderId:

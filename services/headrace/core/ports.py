@@ -20,6 +20,7 @@ from headrace.core.generation import (
     PrefillResult,
 )
 from headrace.core.members import PrefixMatch, StoreNodeRecord, WorkerRecord
+from headrace.core.retention import KEEP, Retention
 
 
 class BlockIndex(Protocol):
@@ -94,9 +95,11 @@ class BlockSource(Protocol):
     """Read side of one store node. A bad payload is delivered as it is: the reader checks it against its header."""
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
     ) -> Lease:
-        """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip."""
+        """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip.
+
+        The leased blocks are kept by the longest of their own retention and this one."""
         ...
 
     def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
@@ -142,8 +145,11 @@ ReserveOutcome = Reservation | AlreadyStored | NotStored
 class BlockSink(Protocol):
     """Write side of one store node: reserve, fill `buffer`, commit. Nothing is visible before commit."""
 
-    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
-        """Claim a slot for each header, in chain order; one outcome for each, in the same order."""
+    async def reserve(
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention = KEEP
+    ) -> tuple[ReserveOutcome, ...]:
+        """Claim a slot for each header, in chain order; one outcome for each, in the same order. `retention` is that of
+        new blocks, and extends that of blocks which are stored already."""
         ...
 
     async def commit(self, reservation: Reservation, *, payload_xxh3: int, deadline: Deadline) -> None:

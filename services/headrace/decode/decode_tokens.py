@@ -105,7 +105,7 @@ class _BackgroundPublication:
     def add(self, block: FilledBlock) -> None:
         """Take over a computed block and its pool reference."""
         if self._publication is None:
-            self._publication = Publication()
+            self._publication = Publication(self._request.cache.retention)
             for reused in self._worker.take_reused(self._held, self._request):
                 self._worker.publisher.offer(self._publication, reused)
         self._worker.publisher.offer(self._publication, block)

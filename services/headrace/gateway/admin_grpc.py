@@ -4,34 +4,33 @@ Reports holder by holder what was in fact done. A holder that does not answer ha
 out silently. Prefixes given as text or token ids are tokenised and hashed here, for every live namespace of the model.
 """
 
-import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
 from headrace.core.block import Namespace, Tier
-from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
-from headrace.core.generation import DeviceListing, EvictReport, EvictSelector, HolderStat
-from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, LIST_BLOCKS_MAX
+from headrace.core.generation import EvictReport, EvictSelector, HolderStat
+from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.admin_scope import AdminScope, admin_scope
 from headrace.gateway.answer_why_miss import answer_why_miss
 from headrace.gateway.audit_log import audit
 from headrace.gateway.authenticate import authorization_of
+from headrace.gateway.evict_everywhere import evict_everywhere
 from headrace.gateway.examine_system import Stubs, examine_system
+from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
+from headrace.gateway.list_everywhere import list_everywhere, name_models
 from headrace.gateway.move_block import move_block, read_block
+from headrace.gateway.order_prefix import order_prefix
 from headrace.gateway.price_eviction import price_eviction
 from headrace.gateway.refuse_call import RefuseCall
-from headrace.gateway.resolve_selector import resolve_selector
 from headrace.gateway.service import GatewayService
 from headrace.wire.render import (
-    render_block,
     render_evict_report,
     render_holder_stat,
-    render_selector,
     render_store_node,
     render_worker,
 )
@@ -40,17 +39,15 @@ from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
 
 Reply = TypeVar("Reply")
 
-TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
 
-
-class CacheAdminRpc:
+class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
     """headrace.v1.CacheAdmin over one service. `channel_to` gives the gRPC channel to an address."""
 
     def __init__(
         self, service: GatewayService, *, channel_to: Callable[[str], grpc.aio.Channel], refuse: RefuseCall
     ) -> None:
         self._service = service
-        self._channel_to = channel_to
+        self._fleet = Fleet(service, channel_to=channel_to)
         self._refuse = refuse
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, grpc_context: Any) -> admin_pb2.ListBlocksReply:
@@ -77,8 +74,8 @@ class CacheAdminRpc:
                 request,
                 service=self._service,
                 scope=scope,
-                stub_of=self._node_stub,
-                list_everywhere=lambda selectors: self._list_everywhere(selectors, limit=LIST_BLOCKS_MAX),
+                stub_of=self._fleet.node_stub,
+                list_everywhere=lambda selectors: list_everywhere(self._fleet, selectors, limit=LIST_BLOCKS_MAX),
             ),
         )
 
@@ -86,9 +83,52 @@ class CacheAdminRpc:
         """What is well and what is not, and (asked to) what was done about it."""
         return await self._answer(grpc_context, lambda scope: self._doctor(request, scope))
 
+    async def Pin(self, request: admin_pb2.PinRequest, grpc_context: Any) -> admin_pb2.ControlReply:
+        """Keep a prefix on every node that holds it."""
+        return await self._answer(grpc_context, lambda scope: self._order("Pin", request, scope))
+
+    async def Unpin(self, request: admin_pb2.PinRequest, grpc_context: Any) -> admin_pb2.ControlReply:
+        """Take a pin back on every node."""
+        return await self._answer(grpc_context, lambda scope: self._order("Unpin", request, scope))
+
+    async def SetTtl(self, request: admin_pb2.SetTtlRequest, grpc_context: Any) -> admin_pb2.ControlReply:
+        """Have a prefix go at a moment, or take such an order back."""
+        return await self._answer(grpc_context, lambda scope: self._order("SetTtl", request, scope))
+
+    async def ListTenants(self, request: admin_pb2.ListTenantsRequest, grpc_context: Any) -> admin_pb2.ListTenantsReply:
+        """Tenants, their budgets and what they have on each node."""
+        return await self._answer(grpc_context, lambda scope: self._not_served("list tenants", scope))
+
+    async def SetQuota(self, request: admin_pb2.SetQuotaRequest, grpc_context: Any) -> admin_pb2.SetQuotaReply:
+        """A tenant's quota and protected minimum on each node."""
+        return await self._answer(grpc_context, lambda scope: self._not_served("set quotas", scope))
+
+    async def DrainNode(
+        self, request: admin_pb2.DrainNodeRequest, grpc_context: Any
+    ) -> AsyncIterator[admin_pb2.DrainNodeProgress]:
+        """Have a node take no new blocks and hand what it holds to others."""
+        yield await self._answer(grpc_context, lambda scope: self._not_served("drain nodes", scope))
+
+    async def _not_served(self, what: str, scope: AdminScope) -> Any:
+        scope.require_all(what)
+        raise InvalidRequest("this gateway does not serve that yet")
+
+    async def _order(
+        self, rpc: str, request: admin_pb2.PinRequest | admin_pb2.SetTtlRequest, scope: AdminScope
+    ) -> admin_pb2.ControlReply:
+        scope.require_all("order what is kept")
+        selectors = await self._fleet.resolve(request.selector, scope)
+        order = type(request)()
+        order.CopyFrom(request)
+        order.who = scope.tenant.name
+        reply = await order_prefix(self._fleet, rpc, order, selectors, holders=request.selector.holders)
+        effect = {report.holder: report.error or report.why or report.outcome for report in reply.reports}
+        audit(scope.tenant.name, rpc, {"prefix_length": len(request.selector.prefix_token_ids)}, effect)
+        return reply
+
     async def _doctor(self, request: admin_pb2.DoctorRequest, scope: AdminScope) -> admin_pb2.DoctorReply:
         scope.require_all("examine the system")
-        stubs = Stubs(cache=self._stub, node=self._node_stub)
+        stubs = Stubs(cache=self._fleet.cache_stub, node=self._fleet.node_stub)
         findings = await examine_system(self._service, stubs=stubs, fix=request.fix)
         if request.fix:
             fixed = {f"{finding.check} {finding.holder}": finding.fixed for finding in findings if finding.fixed}
@@ -105,23 +145,16 @@ class CacheAdminRpc:
 
     async def _read_block(self, request: admin_pb2.ReadBlockRequest, scope: AdminScope) -> admin_pb2.StoredBlock:
         scope.require_all("export blocks")
-        node = await self._node_named(request.holder)
-        return await read_block(request, node, live=self._live_namespaces(), stub_of=self._node_stub)
+        node = await self._fleet.node_named(request.holder)
+        return await read_block(request, node, live=self._live_namespaces(), stub_of=self._fleet.node_stub)
 
     async def _write_block(self, request: admin_pb2.StoredBlock, scope: AdminScope) -> admin_pb2.WriteBlockReply:
         scope.require_all("import blocks")
-        node = await self._node_named(request.holder)
-        reply = await move_block(request, node, live=self._live_namespaces(), stub_of=self._node_stub)
+        node = await self._fleet.node_named(request.holder)
+        reply = await move_block(request, node, live=self._live_namespaces(), stub_of=self._fleet.node_stub)
         asked = {"holder": node.holder_id, "bytes": len(request.payload)}
         audit(scope.tenant.name, "import block", asked, {"outcome": reply.outcome})
         return reply
-
-    async def _node_named(self, holder: str) -> StoreNodeRecord:
-        await self._service.refresh()
-        nodes, _ = await self._holders([holder])
-        if not nodes:
-            raise InvalidRequest(f"{holder[:80]!r} is no store node; only those are read and written", param="holder")
-        return nodes[0]
 
     def _live_namespaces(self) -> list[Namespace]:
         return [worker.namespace for worker in self._service.table.records()]
@@ -135,66 +168,11 @@ class CacheAdminRpc:
             await self._refuse(grpc_context, error)
 
     async def _list_blocks(self, request: admin_pb2.ListBlocksRequest, scope: AdminScope) -> admin_pb2.ListBlocksReply:
-        selectors = await self._resolve(request.selector, scope)
+        selectors = await self._fleet.resolve(request.selector, scope)
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
-        whole = await self._list_everywhere(selectors, limit=limit, holders=request.selector.holders)
-        await self._name_models(whole, with_text=request.with_text)
+        whole = await list_everywhere(self._fleet, selectors, limit=limit, holders=request.selector.holders)
+        await name_models(self._fleet, whole, with_text=request.with_text)
         return whole
-
-    async def _list_everywhere(
-        self, selectors: Sequence[EvictSelector], *, limit: int, holders: Sequence[str] = ()
-    ) -> admin_pb2.ListBlocksReply:
-        nodes, workers = await self._holders(holders)
-
-        async def ask(node: StoreNodeRecord) -> admin_pb2.ListBlocksReply:
-            merged = admin_pb2.ListBlocksReply()
-            try:
-                for selector in selectors:
-                    asked = admin_pb2.ListBlocksRequest(selector=render_selector(selector), limit=limit)
-                    reply = await self._stub(node).ListBlocks(asked, timeout=TIMEOUT_S)
-                    merged.blocks.extend(reply.blocks)
-                    merged.total_blocks += reply.total_blocks
-            except grpc.aio.AioRpcError as failed:
-                merged.errors.add(holder=node.holder_id, error=message_of(error_of_call(failed)))
-            return merged
-
-        work = [ask(node) for node in nodes]
-        for worker in workers:
-            work.append(self._list_on_worker(worker, self._for_worker(worker, selectors), limit))
-        whole = admin_pb2.ListBlocksReply()
-        for reply in await _all(work):
-            whole.blocks.extend(reply.blocks[: limit - len(whole.blocks)])
-            whole.errors.extend(reply.errors)
-            whole.total_blocks += reply.total_blocks
-        return whole
-
-    async def _holders(self, named: Sequence[str]) -> tuple[list[StoreNodeRecord], list[WorkerRecord]]:
-        """The live holders of these names; all of them when none is named. Raises InvalidRequest for an unknown one."""
-        nodes, workers = await self._service.membership.store_nodes(), self._service.table.records()
-        live = [record.holder_id for record in (*nodes, *workers)]
-        unknown = [name for name in named if name not in live]
-        if unknown:
-            raise InvalidRequest(
-                f"no live holder {unknown[0][:80]!r}; live: {', '.join(live) or 'none'}", param="holders"
-            )
-        return (
-            [node for node in nodes if not named or node.holder_id in named],
-            [worker for worker in workers if not named or worker.holder_id in named],
-        )
-
-    async def _name_models(self, reply: admin_pb2.ListBlocksReply, *, with_text: bool) -> None:
-        """Fill in each block's model and, if asked for, its text. Blocks of a model that no live worker serves keep
-        neither: only workers tell which model a namespace is of."""
-        by_namespace = {w.namespace.id: w for w in self._service.table.records()}
-        deadline = Deadline.after(TIMEOUT_S, self._service.clock)
-        for block in reply.blocks:
-            worker = by_namespace.get(block.base_namespace)
-            if worker is None:
-                continue
-            block.model = worker.model
-            if with_text and worker.model_path:
-                tokenizer = await self._service.tokenizers.get(worker.model_path, deadline=deadline)
-                block.text = tokenizer.decode(tuple(block.token_ids))
 
     async def _stat(self, scope: AdminScope) -> admin_pb2.StatReply:
         if not scope.sees_all:
@@ -202,14 +180,16 @@ class CacheAdminRpc:
 
         async def ask(node: StoreNodeRecord) -> list[admin_pb2.HolderStat]:
             try:
-                return list((await self._stub(node).Stat(admin_pb2.StatRequest(), timeout=TIMEOUT_S)).holders)
+                return list(
+                    (await self._fleet.cache_stub(node).Stat(admin_pb2.StatRequest(), timeout=TIMEOUT_S)).holders
+                )
             except grpc.aio.AioRpcError as failed:
                 error = message_of(error_of_call(failed))
                 return [admin_pb2.HolderStat(holder=node.holder_id, tier=Tier.HOST.value, error=error)]
 
         async def ask_worker(worker: WorkerRecord) -> list[admin_pb2.HolderStat]:
             try:
-                return [render_holder_stat((await self._device(worker, EvictSelector(), limit=0)).stat)]
+                return [render_holder_stat((await self._fleet.list_device(worker, EvictSelector(), limit=0)).stat)]
             except HeadraceError as error:
                 tier = Tier.DEVICE.value
                 return [admin_pb2.HolderStat(holder=worker.holder_id, tier=tier, error=message_of(error))]
@@ -217,45 +197,24 @@ class CacheAdminRpc:
         await self._service.refresh()
         work = [ask(node) for node in await self._service.membership.store_nodes()]
         work += [ask_worker(worker) for worker in self._service.table.records()]
-        return admin_pb2.StatReply(holders=[holder for reply in await _all(work) for holder in reply])
-
-    async def _list_on_worker(
-        self, worker: WorkerRecord, selectors: Sequence[EvictSelector], limit: int
-    ) -> admin_pb2.ListBlocksReply:
-        reply = admin_pb2.ListBlocksReply()
-        try:
-            for selector in selectors:
-                listing = await self._device(worker, selector, limit=limit - len(reply.blocks))
-                reply.blocks.extend(render_block(block) for block in listing.blocks)
-                reply.total_blocks += listing.total_blocks
-        except HeadraceError as error:
-            reply.errors.add(holder=worker.holder_id, error=message_of(error))
-        return reply
-
-    async def _device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
-        async with Deadline.after(TIMEOUT_S, self._service.clock).scope(f"listing what {worker.worker_id} holds"):
-            return await self._service.calls.list_device(worker, selector, limit=limit)
-
-    def _for_worker(self, worker: WorkerRecord, selectors: Sequence[EvictSelector]) -> list[EvictSelector]:
-        """The selectors that can mean blocks of this worker's pool: all but those of another worker's namespace. A
-        narrowed namespace is no worker's own, so everybody is asked for its blocks."""
-        others = {w.namespace.id for w in self._service.table.records()} - {worker.namespace.id}
-        return [selector for selector in selectors if selector.namespace not in others]
+        return admin_pb2.StatReply(holders=[holder for reply in await all_of(work) for holder in reply])
 
     async def _stat_of_own(self, scope: AdminScope) -> admin_pb2.StatReply:
         """Each holder as if it held the caller's blocks and nothing else: what others hold must not show, not even as
         room that is left. Counted as a dry eviction of everything in scope."""
-        reports = await self._evict_everywhere(await self._resolve(admin_pb2.Selector(), scope), dry_run=True)
+        reports = await evict_everywhere(
+            self._fleet, await self._fleet.resolve(admin_pb2.Selector(), scope), dry_run=True
+        )
         return admin_pb2.StatReply(holders=[render_holder_stat(_stat_of_report(report)) for report in reports])
 
     async def _evict(self, request: admin_pb2.EvictRequest, scope: AdminScope) -> admin_pb2.EvictReply:
-        selectors = await self._resolve(request.selector, scope)
+        selectors = await self._fleet.resolve(request.selector, scope)
         holders = request.selector.holders
-        reports = await self._evict_everywhere(
-            selectors, dry_run=request.dry_run, holders=holders, who=scope.tenant.name
+        reports = await evict_everywhere(
+            self._fleet, selectors, dry_run=request.dry_run, holders=holders, who=scope.tenant.name
         )
         spaces = dict.fromkeys(EvictSelector(namespace=selector.namespace) for selector in selectors)
-        listing = await self._list_everywhere(tuple(spaces), limit=LIST_BLOCKS_MAX)
+        listing = await list_everywhere(self._fleet, tuple(spaces), limit=LIST_BLOCKS_MAX)
         price = price_eviction(
             reports,
             copies=(block.block_hash for block in listing.blocks),
@@ -286,44 +245,6 @@ class CacheAdminRpc:
         }
         audit(scope.tenant.name, what, {**asked, "prefix_length": prefix}, effect)
 
-    async def _evict_everywhere(
-        self, selectors: Sequence[EvictSelector], *, dry_run: bool, holders: Sequence[str] = (), who: str = ""
-    ) -> list[EvictReport]:
-        nodes, workers = await self._holders(holders)
-        work = [self._evict_on_node(node, selectors, dry_run, who) for node in nodes]
-        for worker in workers:
-            own = self._for_worker(worker, selectors)
-            if own:
-                work.append(self._evict_on_worker(worker, own, dry_run))
-        return await _all(work)
-
-    async def _evict_on_node(
-        self, node: StoreNodeRecord, selectors: Sequence[EvictSelector], dry_run: bool, who: str
-    ) -> EvictReport:
-        report = _nothing_evicted(node.holder_id, dry_run)
-        try:
-            for selector in selectors:
-                rest = render_selector(_rest(selector, report))
-                asked = admin_pb2.EvictRequest(selector=rest, dry_run=dry_run, who=who)
-                for part in (await self._stub(node).Evict(asked, timeout=TIMEOUT_S)).reports:
-                    report = _add(report, part)
-        except grpc.aio.AioRpcError as failed:
-            return dataclasses.replace(report, error=message_of(error_of_call(failed)))
-        return report
-
-    async def _evict_on_worker(
-        self, worker: WorkerRecord, selectors: Sequence[EvictSelector], dry_run: bool
-    ) -> EvictReport:
-        report = _nothing_evicted(worker.holder_id, dry_run)
-        try:
-            async with Deadline.after(TIMEOUT_S, self._service.clock).scope(f"evict on {worker.worker_id}"):
-                for selector in selectors:
-                    rest = _rest(selector, report)
-                    report = _add(report, await self._service.calls.evict_device(worker, rest, dry_run=dry_run))
-        except HeadraceError as error:
-            return dataclasses.replace(report, error=message_of(error))
-        return report
-
     async def _status(self, scope: AdminScope) -> admin_pb2.StatusReply:
         scope.require_all("see every worker's load")
         await self._service.refresh()
@@ -336,60 +257,6 @@ class CacheAdminRpc:
             workers=[render_worker(worker) for worker in self._service.table.records()],
             index_available=self._service.index_available,
         )
-
-    async def _resolve(self, selector: admin_pb2.Selector, scope: AdminScope) -> tuple[EvictSelector, ...]:
-        await self._service.refresh()
-        return await resolve_selector(
-            selector,
-            workers=self._service.table.records(),
-            tokenizers=self._service.tokenizers,
-            deadline=Deadline.after(TIMEOUT_S, self._service.clock),
-            scope=scope,
-            unix_ms=self._service.clock.unix_ms(),
-        )
-
-    def _node_stub(self, node: StoreNodeRecord) -> Any:
-        stub_of: Any = admin_pb2_grpc.NodeAdminStub
-        return stub_of(self._channel_to(node.address))
-
-    def _stub(self, node: StoreNodeRecord) -> Any:
-        stub_of: Any = admin_pb2_grpc.CacheAdminStub  # generated code is untyped
-        return stub_of(self._channel_to(node.address))
-
-
-async def _all(work: Sequence[Awaitable[Reply]]) -> list[Reply]:
-    """Results in the order of `work`, run at the same time; a bug in one ends all."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_awaited(item)) for item in work]
-    return [task.result() for task in tasks]
-
-
-async def _awaited(item: Awaitable[Reply]) -> Reply:
-    return await item
-
-
-def _nothing_evicted(holder: str, dry_run: bool) -> EvictReport:
-    return EvictReport(holder=holder, blocks=0, tokens=0, bytes=0, skipped_leased_blocks=0, dry_run=dry_run)
-
-
-def _rest(selector: EvictSelector, report: EvictReport) -> EvictSelector:
-    """The selector with what the holder freed already taken off the size to free."""
-    if selector.free_bytes is None:
-        return selector
-    return dataclasses.replace(selector, free_bytes=max(0, selector.free_bytes - report.bytes))
-
-
-def _add(report: EvictReport, part: Any) -> EvictReport:
-    """Add one answer (protobuf or value) of the same holder."""
-    return dataclasses.replace(
-        report,
-        blocks=report.blocks + part.blocks,
-        tokens=report.tokens + part.tokens,
-        bytes=report.bytes + part.bytes,
-        skipped_leased_blocks=report.skipped_leased_blocks + part.skipped_leased_blocks,
-        error=report.error or part.error,
-        block_hashes=(*report.block_hashes, *part.block_hashes),
-    )
 
 
 def _stat_of_report(report: EvictReport) -> HolderStat:

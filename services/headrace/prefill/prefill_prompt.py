@@ -53,7 +53,7 @@ async def _compute_and_publish(call: PrefillCall, worker: Worker, held: HeldPref
     request = call.request
     if not request.cache.publish:
         return 0  # computing would be for nobody
-    publication = Publication()
+    publication = Publication(request.cache.retention)
     num_readable = held.num_blocks if held.is_stored_here else 0
     reused = worker.take_reused(held, request)
     await _offer_all(worker, publication, reused)

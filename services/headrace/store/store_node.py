@@ -28,7 +28,6 @@ from headrace.core.errors import BlockCorrupt, LeaseExpired
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.generation import BlockInfo, EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import (
-    CHAIN_SHARE_MAX,
     LEASE_BLOCKS_MAX,
     LEASE_TTL_MS,
     LIST_BLOCKS_MAX,
@@ -37,6 +36,7 @@ from headrace.core.limits import (
     SUSPECTS_MAX,
 )
 from headrace.core.ports import AlreadyStored, NotStored
+from headrace.core.retention import KEEP, Retention
 from headrace.store.block_changes import BlockChanges, IgnoreChanges
 from headrace.store.check_books import check_books
 from headrace.store.disk_blocks import DiskBlock, DiskBlocks
@@ -47,6 +47,7 @@ from headrace.store.node_counters import NodeCounters
 from headrace.store.plan_eviction import plan_eviction
 from headrace.store.recover_arena import RecoveredArena
 from headrace.store.recover_disk import RecoveredDisk
+from headrace.store.room_maker import RoomMaker
 from headrace.store.select_disk_blocks import list_disk_blocks, plan_disk_eviction, report_eviction, resident_blocks
 from headrace.store.tier_stats import stat_disk, stat_host
 
@@ -77,6 +78,7 @@ class StoreNode:
         self._reservation_ttl_ms = reservation_ttl_ms
         self._blocks = HeldBlocks(eviction_policy)
         self.disk = DiskBlocks(None if disk is None else disk.tier, self._blocks, self._changes)
+        self._room = RoomMaker(arena, self._blocks, self.disk, self.counters, remove=self._remove)
         # Equal times to live make insertion order the order of expiry.
         self._leases: dict[str, HeldLease] = {}
         self._reservations: dict[str, HeldReservation] = {}
@@ -102,7 +104,9 @@ class StoreNode:
         missing = self.disk.run(namespace, chain, first_block=in_arena)
         return missing if in_arena + len(missing) > first_block else []
 
-    def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int) -> LeasedRun:
+    def lease(
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, retention: Retention = KEEP
+    ) -> LeasedRun:
         """Claim blocks `first_block..` as far as they are held without a gap, at most LEASE_BLOCKS_MAX of them."""
         self.expire()
         run = self._blocks.run(namespace, chain, first_block=first_block)[:LEASE_BLOCKS_MAX]
@@ -166,7 +170,7 @@ class StoreNode:
 
     # Writers
 
-    def reserve(self, headers: Sequence[BlockHeader]) -> tuple[SlotOutcome, ...]:
+    def reserve(self, headers: Sequence[BlockHeader], *, retention: Retention = KEEP) -> tuple[SlotOutcome, ...]:
         """Claim a slot for each header, in chain order, making room by eviction. Raises BlockCorrupt for a header
         whose hash does not follow from its parent and token ids: nothing is reserved then."""
         for header in headers:
@@ -206,7 +210,7 @@ class StoreNode:
         held = self._blocks.get(header.namespace, header.block_hash)
         if held is not None and held.visible:
             return True
-        slot = self._slot_for(header, header_bytes)
+        slot = self._room.slot_for(header, header_bytes)
         if slot is None:
             return False
         self._arena.payload(slot, header.payload_bytes)[:] = payload
@@ -319,7 +323,7 @@ class StoreNode:
         if self._blocks.get(header.namespace, block_hash) is not None:
             return AlreadyStored(block_hash)
         header_bytes = encode_header(header)
-        slot = self._slot_for(header, header_bytes)
+        slot = self._room.slot_for(header, header_bytes)
         if slot is None:
             self.counters.refused_blocks += 1
             return NotStored(block_hash)
@@ -333,31 +337,6 @@ class StoreNode:
             header=header,
             buffer=self._arena.payload(slot, header.payload_bytes),
         )
-
-    def _slot_for(self, header: BlockHeader, header_bytes: bytes) -> int | None:
-        """A slot for a block that is not held, when its parent is and its chain takes no more than its share."""
-        units = units_for(header.payload_bytes, len(header_bytes))
-        fair = (header.position + 1) * units <= CHAIN_SHARE_MAX * self._arena.num_units
-        occupied = self._blocks.occupied(header.namespace, header.block_hash)
-        if occupied or not fair or not self._blocks.has_parent_for(header):
-            return None
-        return self._make_room(units, header)
-
-    def _make_room(self, units: int, header: BlockHeader) -> int | None:
-        """A slot of that size, evicting the least recently used leaves one by one until one fits; None when none can.
-
-        One eviction makes room for one block of the same size. The new block's parent stays, and thereby its chain.
-        """
-        parent = self._blocks.get(header.namespace, header.parent_hash) if header.position > 0 else None
-        while (slot := self._arena.allocate(units)) is None:
-            victim = self._blocks.oldest_leaf(keep=parent)
-            if victim is None:
-                return None
-            if victim.visible:
-                self.disk.demote(victim, self._arena.payload(victim.slot, victim.header.payload_bytes))
-            self._remove(victim)
-            self.counters.evicted_for_room += 1
-        return slot
 
     def _add_block(self, header: BlockHeader, header_bytes: bytes, *, slot: int, state: SlotState) -> HeldBlock:
         now_s = self._clock.now_s()

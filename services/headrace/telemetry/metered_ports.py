@@ -35,6 +35,7 @@ from headrace.core.ports import (
     StoreNodes,
     WorkerCalls,
 )
+from headrace.core.retention import KEEP, Retention
 from headrace.telemetry.metrics import EvictionReason, Metrics, Outcome, TransferDirection
 
 Event = TypeVar("Event")
@@ -95,10 +96,12 @@ class MeteredBlockSource:
         self._bytes = metrics.kv_transfer_bytes.labels(TransferDirection.LOAD, Tier.HOST, via)
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
     ) -> Lease:
         """As BlockSource.lease_prefix."""
-        return await self._source.lease_prefix(namespace, chain, first_block=first_block, deadline=deadline)
+        return await self._source.lease_prefix(
+            namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+        )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """As BlockSource.fetch_blocks; a payload counts when the reader has asked for it."""
@@ -119,9 +122,11 @@ class MeteredBlockSink:
         self._sink = sink
         self._bytes = metrics.kv_transfer_bytes.labels(TransferDirection.PUBLISH, Tier.HOST, via)
 
-    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
+    async def reserve(
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention = KEEP
+    ) -> tuple[ReserveOutcome, ...]:
         """As BlockSink.reserve."""
-        return await self._sink.reserve(headers, deadline=deadline)
+        return await self._sink.reserve(headers, deadline=deadline, retention=retention)
 
     async def commit(self, reservation: Reservation, *, payload_xxh3: int, deadline: Deadline) -> None:
         """As BlockSink.commit; only what was committed counts."""

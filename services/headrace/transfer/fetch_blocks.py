@@ -18,6 +18,7 @@ from headrace.core.errors import BlockMissing, StoreUnavailable
 from headrace.core.limits import FETCH_CHUNK_BYTES
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import Lease, Reservation, ReserveOutcome
+from headrace.core.retention import KEEP, Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.fault_status import cache_faults
 from headrace.transfer.store_calls import StoreCalls
@@ -91,10 +92,12 @@ class GrpcStore:
         self._calls = StoreCalls(record, channels, clock)
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
-        return await self._calls.lease(namespace, chain, first_block=first_block, deadline=deadline)
+        return await self._calls.lease(
+            namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+        )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """As `BlockSource.fetch_blocks`."""
@@ -106,9 +109,11 @@ class GrpcStore:
         """As `BlockSource.release`."""
         await self._calls.release(lease.lease_id, suspects)
 
-    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
+    async def reserve(
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention = KEEP
+    ) -> tuple[ReserveOutcome, ...]:
         """As `BlockSink.reserve`; buffers are private memory whose pages exist only once they are written."""
-        _, outcomes = await self._calls.reserve(headers, deadline=deadline)
+        _, outcomes = await self._calls.reserve(headers, deadline=deadline, retention=retention)
         return tuple(
             Reservation(outcome[0], header, memoryview(mmap.mmap(-1, header.payload_bytes)))
             if isinstance(outcome, tuple)

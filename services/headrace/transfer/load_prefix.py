@@ -23,6 +23,7 @@ from headrace.core.limits import (
     RELEASE_TIMEOUT_MS,
 )
 from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
+from headrace.core.retention import KEEP, Retention
 from headrace.transfer.run_in_thread import finish, run_in_thread
 
 
@@ -34,6 +35,7 @@ class LoadPlan:
     end_block: int  # blocks [first_block, end_block) are wanted
     sources: frozenset[CacheSource]
     hint_nodes: tuple[str, ...] = ()  # node ids believed to hold the prefix, best first
+    retention: Retention = KEEP  # what this use of the blocks asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ async def load_prefix(
     """
     assert plan.first_block >= 0
     assert plan.end_block <= min(len(prompt.chain), len(block_ids))
-    load = _Load(prompt=prompt, block_ids=block_ids, end_block=plan.end_block, layout=layout, pool=pool)
+    load = _Load(prompt=prompt, block_ids=block_ids, plan=plan, layout=layout, pool=pool)
     load.next_block = plan.first_block
     sources: list[CacheSource] = []
     faults: list[CacheFault] = []
@@ -98,10 +100,15 @@ class _Load:
 
     prompt: HashedPrompt
     block_ids: Sequence[int]
-    end_block: int
+    plan: LoadPlan
     layout: KvLayout
     pool: PrefixPool
     next_block: int = field(default=0)
+
+    @property
+    def end_block(self) -> int:
+        """Blocks before it are wanted."""
+        return self.plan.end_block
 
 
 def _sources_in_order(plan: LoadPlan, nodes: StoreNodes) -> Iterator[tuple[CacheSource, BlockSource]]:
@@ -120,7 +127,13 @@ async def _load_from(source: BlockSource, load: _Load, *, deadline: Deadline) ->
     """Lease, copy, release until this node has no more of the run. Raises CacheFault; `load.next_block` stays true."""
     chain = load.prompt.chain[: load.end_block]
     while load.next_block < load.end_block:
-        lease = await source.lease_prefix(load.prompt.namespace, chain, first_block=load.next_block, deadline=deadline)
+        lease = await source.lease_prefix(
+            load.prompt.namespace,
+            chain,
+            first_block=load.next_block,
+            deadline=deadline,
+            retention=load.plan.retention,
+        )
         if not lease.headers:
             return
         leased_from = load.next_block

@@ -22,6 +22,7 @@ from headrace.core.limits import (
     RESERVATION_TTL_MS,
 )
 from headrace.core.ports import AlreadyStored, BlockSink, NotStored, PrefixPool, Reservation, ReserveOutcome, StoreNodes
+from headrace.core.retention import KEEP, Retention
 from headrace.engine.event_stream import FilledBlock
 from headrace.transfer.run_in_thread import finish, run_in_thread
 
@@ -44,7 +45,13 @@ class Published:
 
 
 async def publish_blocks(
-    filled: Sequence[FilledBlock], *, sink: BlockSink, pool: PrefixPool, producer: Producer, deadline: Deadline
+    filled: Sequence[FilledBlock],
+    *,
+    sink: BlockSink,
+    pool: PrefixPool,
+    producer: Producer,
+    deadline: Deadline,
+    retention: Retention = KEEP,
 ) -> Published:
     """Store blocks of one chain, in order, and say how many leading ones are readable (or being written by another).
 
@@ -57,7 +64,7 @@ async def publish_blocks(
     num_stored = 0
     try:
         async with deadline.scope("publish blocks"):
-            outcomes = await sink.reserve(headers, deadline=deadline)
+            outcomes = await sink.reserve(headers, deadline=deadline, retention=retention)
             assert len(outcomes) == len(headers)
             unused = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
             stored_or_reserved = _until_not_stored(outcomes)
@@ -126,7 +133,8 @@ async def _abort(sink: BlockSink, unused: Sequence[Reservation]) -> None:
 class Publication:
     """The blocks that one attempt offers, in chain order, and how many of them are stored without a gap."""
 
-    def __init__(self) -> None:
+    def __init__(self, retention: Retention = KEEP) -> None:
+        self.retention = retention
         self.num_stored = 0
         self.closed = False  # takes no more: a block was dropped or refused, and those after it have no parent
         self.broken = False  # a queued block was not stored: those queued behind it are not sent
@@ -262,7 +270,12 @@ class BlockPublisher:
                 # A batch has as long as its reservations last: after that the slots may be somebody else's.
                 deadline = Deadline.after(RESERVATION_TTL_MS / 1000, self._producer.clock)
                 published = await publish_blocks(
-                    batch, sink=sink, pool=self._pool, producer=self._producer, deadline=deadline
+                    batch,
+                    sink=sink,
+                    pool=self._pool,
+                    producer=self._producer,
+                    deadline=deadline,
+                    retention=publication.retention,
                 )
                 num_stored = published.num_blocks
                 self.published_blocks += num_stored

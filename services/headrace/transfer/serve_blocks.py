@@ -23,8 +23,11 @@ from headrace.core.limits import (
     LEASE_TTL_MS,
     RESERVATION_TTL_MS,
     RESERVE_BLOCKS_MAX,
+    TTL_S_MAX,
+    TTL_S_MIN,
 )
 from headrace.core.ports import AlreadyStored, NotStored
+from headrace.core.retention import KEEP, Retention
 from headrace.transfer.fault_status import status_of
 from headrace.wire.v1 import block_store_pb2 as pb
 from headrace.wire.v1 import block_store_pb2_grpc as pb_grpc
@@ -42,7 +45,9 @@ class BlockKeeper(Protocol):
 
     def lookup(self, namespace: NamespaceId, chain: Chain) -> int: ...
 
-    def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int) -> LeasedRun: ...
+    def lease(
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, retention: Retention = KEEP
+    ) -> LeasedRun: ...
 
     def leased_payloads(self, lease_id: str) -> Iterator[memoryview]: ...
 
@@ -50,7 +55,7 @@ class BlockKeeper(Protocol):
 
     def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None: ...
 
-    def reserve(self, headers: Sequence[BlockHeader]) -> tuple[SlotOutcome, ...]: ...
+    def reserve(self, headers: Sequence[BlockHeader], *, retention: Retention = KEEP) -> tuple[SlotOutcome, ...]: ...
 
     def reserved_buffer(self, reservation_id: str) -> memoryview: ...
 
@@ -104,7 +109,7 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
             await self._promote(namespace, chain, request.first_block)
 
         def lease() -> Any:
-            run = self._keeper.lease(namespace, chain, first_block=request.first_block)
+            run = self._keeper.lease(namespace, chain, first_block=request.first_block, retention=_retention(request))
             return pb.LeaseReply(
                 lease_id=run.lease_id,
                 incarnation=run.incarnation,
@@ -122,7 +127,8 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
         def reserve() -> Any:
             if len(request.headers) > RESERVE_BLOCKS_MAX:
                 raise ValueError(f"more than {RESERVE_BLOCKS_MAX} blocks in one reserve call")
-            outcomes = self._keeper.reserve([decode_header(header) for header in request.headers])
+            retention = _retention(request)
+            outcomes = self._keeper.reserve([decode_header(header) for header in request.headers], retention=retention)
             return pb.ReserveReply(
                 incarnation=self._keeper.incarnation, outcomes=[_render_outcome(outcome) for outcome in outcomes]
             )
@@ -229,6 +235,13 @@ def _parse(kind: Any, raw: bytes) -> Any:
         return kind.FromString(raw)
     except DecodeError as error:
         raise ValueError(f"not a {kind.DESCRIPTOR.name}") from error
+
+
+def _retention(request: Any) -> Retention:
+    """Of a lease or reserve request. Raises ValueError for a time out of range: callers check theirs at the edge."""
+    if request.ttl_s and not TTL_S_MIN <= request.ttl_s <= TTL_S_MAX:
+        raise ValueError(f"ttl_s must lie in {TTL_S_MIN}..{TTL_S_MAX}, or be 0")
+    return Retention(ttl_s=request.ttl_s or None, on_disk=not request.not_on_disk)
 
 
 def _namespace(text: str) -> NamespaceId:

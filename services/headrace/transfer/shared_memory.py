@@ -13,6 +13,7 @@ from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import DeadlineExceeded, LeaseExpired, StoreUnavailable
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import Lease, Reservation, ReserveOutcome
+from headrace.core.retention import KEEP, Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.store_calls import StoreCalls
 
@@ -28,11 +29,13 @@ class SharedMemoryStore:
         self._lease_ends_s: dict[str, float] = {}  # leases held through this adapter, by this process's clock
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
         asked_s = self._clock.now_s()  # before the call: our idea of the end must not be later than the node's
-        lease = await self._calls.lease(namespace, chain, first_block=first_block, deadline=deadline)
+        lease = await self._calls.lease(
+            namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+        )
         self._forget_ended()
         if lease.lease_id:
             self._lease_ends_s[lease.lease_id] = asked_s + lease.expires_in_ms / 1_000
@@ -53,9 +56,11 @@ class SharedMemoryStore:
         self._lease_ends_s.pop(lease.lease_id, None)
         await self._calls.release(lease.lease_id, suspects)
 
-    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
+    async def reserve(
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention = KEEP
+    ) -> tuple[ReserveOutcome, ...]:
         """As `BlockSink.reserve`; each buffer is the slot itself."""
-        incarnation, outcomes = await self._calls.reserve(headers, deadline=deadline)
+        incarnation, outcomes = await self._calls.reserve(headers, deadline=deadline, retention=retention)
         arena = self._mapped(incarnation)
         return tuple(
             Reservation(outcome[0], header, self._payload(arena, outcome[1], header))

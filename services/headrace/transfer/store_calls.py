@@ -15,6 +15,7 @@ from headrace.core.errors import CacheFault, StoreUnavailable
 from headrace.core.limits import CHAIN_BLOCKS_MAX, LEASE_BLOCKS_MAX, STORE_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import AlreadyStored, Lease, NotStored
+from headrace.core.retention import Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.fault_status import cache_faults
 from headrace.wire.v1 import block_store_pb2 as pb
@@ -33,13 +34,20 @@ class StoreCalls:
         self.channel = channels.to(record.address)
         self._stub = pb_grpc.BlockStoreStub(self.channel)  # type: ignore[no-untyped-call]
 
-    async def lease(self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline) -> Lease:
+    async def lease(
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention
+    ) -> Lease:
         """One round trip. Raises StoreUnavailable, BlockCorrupt (a header that does not parse)."""
         sent = chain[: min(CHAIN_BLOCKS_MAX, first_block + LEASE_BLOCKS_MAX)]
         if first_block >= len(sent):
             return Lease(lease_id="", incarnation=self.record.incarnation, headers=(), slots=(), expires_in_ms=0)
         request = pb.LeaseRequest(
-            namespace=namespace, chain=b"".join(sent), hash_bytes=len(sent[0]), first_block=first_block
+            namespace=namespace,
+            chain=b"".join(sent),
+            hash_bytes=len(sent[0]),
+            first_block=first_block,
+            ttl_s=retention.ttl_s or 0.0,
+            not_on_disk=not retention.on_disk,
         )
         reply = await self._call(self._stub.Lease, request, deadline)
         try:
@@ -65,10 +73,14 @@ class StoreCalls:
             await self._stub.Release(request, timeout=STORE_CALL_TIMEOUT_MS / 1_000)
 
     async def reserve(
-        self, headers: Sequence[BlockHeader], *, deadline: Deadline
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention
     ) -> tuple[int, tuple[ClaimOutcome, ...]]:
         """The node's incarnation and one outcome per header. Raises StoreUnavailable, BlockCorrupt."""
-        request = pb.ReserveRequest(headers=[encode_header(header) for header in headers])
+        request = pb.ReserveRequest(
+            headers=[encode_header(header) for header in headers],
+            ttl_s=retention.ttl_s or 0.0,
+            not_on_disk=not retention.on_disk,
+        )
         reply = await self._call(self._stub.Reserve, request, deadline)
         if len(reply.outcomes) != len(headers):
             raise StoreUnavailable(self.record.node_id, "answered with another number of outcomes than was asked for")

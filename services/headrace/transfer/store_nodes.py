@@ -16,6 +16,7 @@ from headrace.core.errors import CacheFault, IndexUnavailable, StoreUnavailable
 from headrace.core.limits import MEMBER_REFRESH_MS, NODE_QUARANTINE_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import BlockSink, BlockSource, Lease, Membership, Reservation, ReserveOutcome
+from headrace.core.retention import KEEP, Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.fetch_blocks import GrpcStore
 from headrace.transfer.shared_memory import SharedMemoryStore
@@ -153,11 +154,13 @@ class _WatchedStore:
         self._health = health
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         with self._health.watched():
-            return await self._store.lease_prefix(namespace, chain, first_block=first_block, deadline=deadline)
+            return await self._store.lease_prefix(
+                namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+            )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """As BlockSource.fetch_blocks."""
@@ -171,10 +174,12 @@ class _WatchedStore:
         with self._health.watched():
             await self._store.release(lease, suspects=suspects)
 
-    async def reserve(self, headers: Sequence[BlockHeader], *, deadline: Deadline) -> tuple[ReserveOutcome, ...]:
+    async def reserve(
+        self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention = KEEP
+    ) -> tuple[ReserveOutcome, ...]:
         """As BlockSink.reserve."""
         with self._health.watched():
-            return await self._store.reserve(headers, deadline=deadline)
+            return await self._store.reserve(headers, deadline=deadline, retention=retention)
 
     async def commit(self, reservation: Reservation, *, payload_xxh3: int, deadline: Deadline) -> None:
         """As BlockSink.commit."""

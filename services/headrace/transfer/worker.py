@@ -221,7 +221,11 @@ class Worker:
                 request.prompt,
                 admission.block_ids,
                 plan=LoadPlan(
-                    first_block=num_device, end_block=reusable_blocks, sources=sources, hint_nodes=hint_nodes
+                    first_block=num_device,
+                    end_block=reusable_blocks,
+                    sources=sources,
+                    hint_nodes=hint_nodes,
+                    retention=request.cache.retention,
                 ),
                 layout=self.layout,
                 nodes=self.nodes,

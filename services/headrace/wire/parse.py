@@ -7,10 +7,12 @@ prompt fits a model's context is known only after tokenising and is the gateway'
 import math
 from collections.abc import Sequence
 
-from headrace.core.block import CacheSource, Tier
+from headrace.core.block import CacheSource, NamespaceId, Tier
+from headrace.core.budgets import Budget
 from headrace.core.errors import InvalidRequest
-from headrace.core.generation import CacheControl, EvictSelector, WorkerId
+from headrace.core.generation import ALL_SOURCES, CacheControl, EvictSelector, WorkerId
 from headrace.core.limits import (
+    AFFINITY_KEY_CHARS_MAX,
     CACHE_SALT_CHARS_MAX,
     LOGPROBS_MAX,
     PROMPT_CHARS_MAX,
@@ -18,6 +20,7 @@ from headrace.core.limits import (
     STOP_STRING_CHARS_MAX,
     STOP_STRINGS_MAX,
 )
+from headrace.core.retention import KEEP, Retention, checked_ttl
 from headrace.wire.client_request import (
     ChatPrompt,
     ChatTurn,
@@ -52,6 +55,11 @@ def parse_generate_request(message: inference_pb2.GenerateRequest) -> ClientRequ
             sources=_parse_sources(cache.sources),
             publish=not cache.no_publish,
             param="cache.sources",
+            retention=Retention(
+                ttl_s=checked_ttl(cache.ttl_s, param="cache.ttl_s") if cache.ttl_s else None,
+                on_disk=not cache.not_on_disk,
+            ),
+            affinity_key=checked_affinity_key(cache.affinity_key, param="cache.affinity_key"),
         ),
         timeout_ms=checked_timeout_ms(message.timeout_ms or None),
         cache_salt=checked_salt(message.cache_salt),
@@ -170,13 +178,42 @@ def _check_range(param: str, value: float, *, low: float, high: float) -> None:
         raise InvalidRequest(f"{param} must lie in {low}..{high}, not {value!r:.40}", param=param)
 
 
-def cache_control(*, bypass: bool, sources: Sequence[CacheSource], publish: bool, param: str) -> CacheControl:
+def parse_budget(message: admin_pb2.Budget) -> Budget:
+    """One row of a table of budgets; raises InvalidRequest for bounds that contradict each other."""
+    bytes_max = message.bytes_max if message.HasField("bytes_max") else None
+    if bytes_max is not None and bytes_max < message.bytes_min:
+        raise InvalidRequest("a protected minimum cannot be larger than the quota", param="bytes_min")
+    return Budget(
+        account=message.account,
+        namespaces=tuple(sorted(NamespaceId(each) for each in message.namespaces)),
+        bytes_max=bytes_max,
+        bytes_min=message.bytes_min,
+        set_unix_ms=message.set_unix_ms,
+        set_by=message.set_by,
+    )
+
+
+def cache_control(
+    *,
+    bypass: bool,
+    sources: Sequence[CacheSource],
+    publish: bool,
+    param: str,
+    retention: Retention = KEEP,
+    affinity_key: str = "",
+) -> CacheControl:
     """Which sources a request may read: none when it bypasses the cache, all when it names none."""
     if bypass and sources:
         raise InvalidRequest("bypass takes nothing from the cache; it cannot be joined with sources", param=param)
-    if bypass:
-        return CacheControl(sources=frozenset(), publish=publish)
-    return CacheControl(sources=frozenset(sources), publish=publish) if sources else CacheControl(publish=publish)
+    readable = frozenset(sources) if sources else frozenset() if bypass else ALL_SOURCES
+    return CacheControl(sources=readable, publish=publish, retention=retention, affinity_key=affinity_key)
+
+
+def checked_affinity_key(key: str, *, param: str) -> str:
+    """A key by which requests meet on one worker: any short text."""
+    if len(key) > AFFINITY_KEY_CHARS_MAX:
+        raise InvalidRequest(f"{param} has at most {AFFINITY_KEY_CHARS_MAX} characters", param=param)
+    return checked_text(key, param=param)
 
 
 def checked_text(text: str, *, param: str) -> str:

@@ -1,8 +1,10 @@
 """Results become protobuf messages. Values in, messages out; nothing is decided here."""
 
 from headrace.core.block import CacheSource, NamespaceId
+from headrace.core.budgets import Budget
 from headrace.core.generation import (
     BlockInfo,
+    ControlReport,
     EvictReport,
     EvictSelector,
     Finished,
@@ -97,6 +99,9 @@ def render_block(block: BlockInfo, *, model: str = "", text: str = "") -> admin_
         producer=block.producer,
         created_unix_ms=block.created_unix_ms,
         payload_xxh3=block.payload_xxh3,
+        pinned_until_unix_ms=block.pinned_until_unix_ms,
+        protected_by_pin=block.protected_by_pin,
+        expires_unix_ms=block.expires_unix_ms,
         text=text,
     )
 
@@ -112,6 +117,35 @@ def render_evict_report(report: EvictReport) -> admin_pb2.EvictReport:
         dry_run=report.dry_run,
         error=report.error,
         block_hashes=report.block_hashes[:EVICT_HASHES_MAX],
+        skipped_pinned_blocks=report.skipped_pinned_blocks,
+    )
+
+
+def render_control_report(report: ControlReport) -> admin_pb2.ControlReport:
+    """What one holder did about a pin or a time to live."""
+    return admin_pb2.ControlReport(
+        holder=report.holder,
+        outcome=report.outcome or "",
+        blocks=report.blocks,
+        tokens=report.tokens,
+        bytes=report.bytes,
+        pinned_bytes=report.pinned_bytes,
+        pin_bytes_max=report.pin_bytes_max,
+        until_unix_ms=report.until_unix_ms,
+        why=report.why,
+        error=report.error,
+    )
+
+
+def render_budget(budget: Budget) -> admin_pb2.Budget:
+    """One row of a node's table of budgets; the inverse of `parse_budget`."""
+    return admin_pb2.Budget(
+        account=budget.account,
+        namespaces=budget.namespaces,
+        bytes_max=budget.bytes_max,
+        bytes_min=budget.bytes_min,
+        set_unix_ms=budget.set_unix_ms,
+        set_by=budget.set_by,
     )
 
 

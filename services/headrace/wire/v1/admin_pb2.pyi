@@ -55,7 +55,7 @@ class ListBlocksReply(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[BlockEntry, _Mapping]]] = ..., total_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
 
 class BlockEntry(_message.Message):
-    __slots__ = ("namespace", "model", "block_hash", "parent_hash", "position", "token_ids", "bytes", "holder", "tier", "hits", "age_s", "idle_s", "leases", "text", "producer", "created_unix_ms", "payload_xxh3", "base_namespace")
+    __slots__ = ("namespace", "model", "block_hash", "parent_hash", "position", "token_ids", "bytes", "holder", "tier", "hits", "age_s", "idle_s", "leases", "text", "producer", "created_unix_ms", "payload_xxh3", "base_namespace", "pinned_until_unix_ms", "protected_by_pin", "expires_unix_ms", "tenant")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,10 @@ class BlockEntry(_message.Message):
     CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_XXH3_FIELD_NUMBER: _ClassVar[int]
     BASE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_UNTIL_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_BY_PIN_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     model: str
     block_hash: bytes
@@ -92,7 +96,11 @@ class BlockEntry(_message.Message):
     created_unix_ms: int
     payload_xxh3: int
     base_namespace: str
-    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., block_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., holder: _Optional[str] = ..., tier: _Optional[str] = ..., hits: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., text: _Optional[str] = ..., producer: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., payload_xxh3: _Optional[int] = ..., base_namespace: _Optional[str] = ...) -> None: ...
+    pinned_until_unix_ms: int
+    protected_by_pin: bool
+    expires_unix_ms: int
+    tenant: str
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., block_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., holder: _Optional[str] = ..., tier: _Optional[str] = ..., hits: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., text: _Optional[str] = ..., producer: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., payload_xxh3: _Optional[int] = ..., base_namespace: _Optional[str] = ..., pinned_until_unix_ms: _Optional[int] = ..., protected_by_pin: _Optional[bool] = ..., expires_unix_ms: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class HolderError(_message.Message):
     __slots__ = ("holder", "error")
@@ -169,7 +177,7 @@ class EvictReply(_message.Message):
     def __init__(self, reports: _Optional[_Iterable[_Union[EvictReport, _Mapping]]] = ..., lost_tokens: _Optional[int] = ..., lost_tokens_at_most: _Optional[bool] = ..., tokens_per_s: _Optional[float] = ..., tokens_per_s_from: _Optional[str] = ...) -> None: ...
 
 class EvictReport(_message.Message):
-    __slots__ = ("holder", "blocks", "tokens", "bytes", "skipped_leased_blocks", "dry_run", "error", "block_hashes")
+    __slots__ = ("holder", "blocks", "tokens", "bytes", "skipped_leased_blocks", "dry_run", "error", "block_hashes", "skipped_pinned_blocks")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +186,7 @@ class EvictReport(_message.Message):
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     holder: str
     blocks: int
     tokens: int
@@ -186,7 +195,8 @@ class EvictReport(_message.Message):
     dry_run: bool
     error: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased_blocks: _Optional[int] = ..., dry_run: _Optional[bool] = ..., error: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    skipped_pinned_blocks: int
+    def __init__(self, holder: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased_blocks: _Optional[int] = ..., dry_run: _Optional[bool] = ..., error: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., skipped_pinned_blocks: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -418,3 +428,229 @@ class Finding(_message.Message):
     detail: str
     fixed: str
     def __init__(self, check: _Optional[str] = ..., holder: _Optional[str] = ..., ok: _Optional[bool] = ..., detail: _Optional[str] = ..., fixed: _Optional[str] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("selector", "for_s", "who")
+    SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    selector: Selector
+    for_s: float
+    who: str
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., for_s: _Optional[float] = ..., who: _Optional[str] = ...) -> None: ...
+
+class SetTtlRequest(_message.Message):
+    __slots__ = ("selector", "ttl_s", "who")
+    SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    selector: Selector
+    ttl_s: float
+    who: str
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., ttl_s: _Optional[float] = ..., who: _Optional[str] = ...) -> None: ...
+
+class ControlReply(_message.Message):
+    __slots__ = ("reports",)
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    reports: _containers.RepeatedCompositeFieldContainer[ControlReport]
+    def __init__(self, reports: _Optional[_Iterable[_Union[ControlReport, _Mapping]]] = ...) -> None: ...
+
+class ControlReport(_message.Message):
+    __slots__ = ("holder", "outcome", "blocks", "tokens", "bytes", "pinned_bytes", "pin_bytes_max", "until_unix_ms", "why", "error")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PIN_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    outcome: str
+    blocks: int
+    tokens: int
+    bytes: int
+    pinned_bytes: int
+    pin_bytes_max: int
+    until_unix_ms: int
+    why: str
+    error: str
+    def __init__(self, holder: _Optional[str] = ..., outcome: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pin_bytes_max: _Optional[int] = ..., until_unix_ms: _Optional[int] = ..., why: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class GetBudgetsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Budgets(_message.Message):
+    __slots__ = ("budgets",)
+    BUDGETS_FIELD_NUMBER: _ClassVar[int]
+    budgets: _containers.RepeatedCompositeFieldContainer[Budget]
+    def __init__(self, budgets: _Optional[_Iterable[_Union[Budget, _Mapping]]] = ...) -> None: ...
+
+class Budget(_message.Message):
+    __slots__ = ("account", "namespaces", "bytes_max", "bytes_min", "set_unix_ms", "set_by")
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MIN_FIELD_NUMBER: _ClassVar[int]
+    SET_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    SET_BY_FIELD_NUMBER: _ClassVar[int]
+    account: str
+    namespaces: _containers.RepeatedScalarFieldContainer[str]
+    bytes_max: int
+    bytes_min: int
+    set_unix_ms: int
+    set_by: str
+    def __init__(self, account: _Optional[str] = ..., namespaces: _Optional[_Iterable[str]] = ..., bytes_max: _Optional[int] = ..., bytes_min: _Optional[int] = ..., set_unix_ms: _Optional[int] = ..., set_by: _Optional[str] = ...) -> None: ...
+
+class UsageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UsageReply(_message.Message):
+    __slots__ = ("accounts",)
+    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
+    accounts: _containers.RepeatedCompositeFieldContainer[AccountUsage]
+    def __init__(self, accounts: _Optional[_Iterable[_Union[AccountUsage, _Mapping]]] = ...) -> None: ...
+
+class AccountUsage(_message.Message):
+    __slots__ = ("account", "host_blocks", "host_bytes", "disk_blocks", "disk_bytes", "pinned_bytes", "refused_blocks", "evicted_blocks")
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    account: str
+    host_blocks: int
+    host_bytes: int
+    disk_blocks: int
+    disk_bytes: int
+    pinned_bytes: int
+    refused_blocks: int
+    evicted_blocks: int
+    def __init__(self, account: _Optional[str] = ..., host_blocks: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsReply(_message.Message):
+    __slots__ = ("tenants", "errors")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantEntry]
+    errors: _containers.RepeatedCompositeFieldContainer[HolderError]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantEntry, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
+
+class TenantEntry(_message.Message):
+    __slots__ = ("name", "trust_group", "role", "bytes_max", "bytes_min", "ttl_s", "budget_from", "nodes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TRUST_GROUP_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MIN_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FROM_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    trust_group: str
+    role: str
+    bytes_max: int
+    bytes_min: int
+    ttl_s: float
+    budget_from: str
+    nodes: _containers.RepeatedCompositeFieldContainer[TenantOnNode]
+    def __init__(self, name: _Optional[str] = ..., trust_group: _Optional[str] = ..., role: _Optional[str] = ..., bytes_max: _Optional[int] = ..., bytes_min: _Optional[int] = ..., ttl_s: _Optional[float] = ..., budget_from: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[TenantOnNode, _Mapping]]] = ...) -> None: ...
+
+class TenantOnNode(_message.Message):
+    __slots__ = ("holder", "usage")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    usage: AccountUsage
+    def __init__(self, holder: _Optional[str] = ..., usage: _Optional[_Union[AccountUsage, _Mapping]] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("tenant", "bytes_max", "bytes_min", "reset")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MIN_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    bytes_max: int
+    bytes_min: int
+    reset: bool
+    def __init__(self, tenant: _Optional[str] = ..., bytes_max: _Optional[int] = ..., bytes_min: _Optional[int] = ..., reset: _Optional[bool] = ...) -> None: ...
+
+class SetQuotaReply(_message.Message):
+    __slots__ = ("tenant", "errors")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    tenant: TenantEntry
+    errors: _containers.RepeatedCompositeFieldContainer[HolderError]
+    def __init__(self, tenant: _Optional[_Union[TenantEntry, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("holder", "undo", "without_moving")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_MOVING_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    undo: bool
+    without_moving: bool
+    def __init__(self, holder: _Optional[str] = ..., undo: _Optional[bool] = ..., without_moving: _Optional[bool] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("peers", "undo", "without_moving", "who")
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_MOVING_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[DrainPeer]
+    undo: bool
+    without_moving: bool
+    who: str
+    def __init__(self, peers: _Optional[_Iterable[_Union[DrainPeer, _Mapping]]] = ..., undo: _Optional[bool] = ..., without_moving: _Optional[bool] = ..., who: _Optional[str] = ...) -> None: ...
+
+class DrainPeer(_message.Message):
+    __slots__ = ("node_id", "address")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    address: str
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class DrainNodeProgress(_message.Message):
+    __slots__ = ("total_blocks", "moved_blocks", "present_blocks", "refused_blocks", "moved_bytes", "done", "state", "error")
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    total_blocks: int
+    moved_blocks: int
+    present_blocks: int
+    refused_blocks: int
+    moved_bytes: int
+    done: bool
+    state: str
+    error: str
+    def __init__(self, total_blocks: _Optional[int] = ..., moved_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., done: _Optional[bool] = ..., state: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class CheckIntegrityRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckIntegrityReply(_message.Message):
+    __slots__ = ("broken",)
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    broken: str
+    def __init__(self, broken: _Optional[str] = ...) -> None: ...

@@ -75,6 +75,36 @@ class CacheAdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.WriteBlockReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/Pin',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ControlReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/Unpin',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ControlReply.FromString,
+                _registered_method=True)
+        self.SetTtl = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/SetTtl',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.SetTtlRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ControlReply.FromString,
+                _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/ListTenants',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ListTenantsReply.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/SetQuota',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.SetQuotaReply.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_stream(
+                '/headrace.v1.CacheAdmin/DrainNode',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.DrainNodeProgress.FromString,
+                _registered_method=True)
 
 
 class CacheAdminServicer:
@@ -133,6 +163,45 @@ class CacheAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTtl(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """gateway only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """gateway only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """gateway only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +244,36 @@ def add_CacheAdminServicer_to_server(servicer, server):
                     servicer.WriteBlock,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.StoredBlock.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.WriteBlockReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.PinRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ControlReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.PinRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ControlReply.SerializeToString,
+            ),
+            'SetTtl': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTtl,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.SetTtlRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ControlReply.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ListTenantsReply.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.SetQuotaRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.SetQuotaReply.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.DrainNodeRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.DrainNodeProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -404,6 +503,168 @@ class CacheAdmin:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/Pin',
+            headrace_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ControlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/Unpin',
+            headrace_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ControlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTtl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/SetTtl',
+            headrace_dot_v1_dot_admin__pb2.SetTtlRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ControlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/ListTenants',
+            headrace_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ListTenantsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/SetQuota',
+            headrace_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.SetQuotaReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/DrainNode',
+            headrace_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.DrainNodeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class NodeAdminStub:
     """What the gateway asks single store nodes on behalf of operators. Served by store nodes only.
@@ -435,6 +696,31 @@ class NodeAdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.ReregisterRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.ReregisterReply.FromString,
                 _registered_method=True)
+        self.GetBudgets = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/GetBudgets',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.GetBudgetsRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.Budgets.FromString,
+                _registered_method=True)
+        self.SetBudgets = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/SetBudgets',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.Budgets.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.Budgets.FromString,
+                _registered_method=True)
+        self.Usage = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/Usage',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.UsageReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/headrace.v1.NodeAdmin/Drain',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.DrainNodeProgress.FromString,
+                _registered_method=True)
+        self.CheckIntegrity = channel.unary_unary(
+                '/headrace.v1.NodeAdmin/CheckIntegrity',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.CheckIntegrityReply.FromString,
+                _registered_method=True)
 
 
 class NodeAdminServicer:
@@ -465,6 +751,37 @@ class NodeAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetBudgets(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetBudgets(self, request, context):
+        """merged into what the node has; answers with the whole table
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Usage(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckIntegrity(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -487,6 +804,31 @@ def add_NodeAdminServicer_to_server(servicer, server):
                     servicer.Reregister,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.ReregisterRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.ReregisterReply.SerializeToString,
+            ),
+            'GetBudgets': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBudgets,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.GetBudgetsRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.Budgets.SerializeToString,
+            ),
+            'SetBudgets': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBudgets,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.Budgets.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.Budgets.SerializeToString,
+            ),
+            'Usage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.UsageRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.UsageReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.DrainNodeProgress.SerializeToString,
+            ),
+            'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckIntegrity,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.CheckIntegrityRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.CheckIntegrityReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -598,6 +940,141 @@ class NodeAdmin:
             '/headrace.v1.NodeAdmin/Reregister',
             headrace_dot_v1_dot_admin__pb2.ReregisterRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.ReregisterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBudgets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/GetBudgets',
+            headrace_dot_v1_dot_admin__pb2.GetBudgetsRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.Budgets.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBudgets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/SetBudgets',
+            headrace_dot_v1_dot_admin__pb2.Budgets.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.Budgets.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/Usage',
+            headrace_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.UsageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/Drain',
+            headrace_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.DrainNodeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckIntegrity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.NodeAdmin/CheckIntegrity',
+            headrace_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.CheckIntegrityReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dheadrace/v1/block_store.proto\x12\x0bheadrace.v1\"Y\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\"t\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.headrace.v1.LeasedBlock\"+\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06header\x18\x02 \x01(\x0c\":\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x16\n\x0esuspect_blocks\x18\x02 \x03(\r\"\x0e\n\x0cReleaseReply\"E\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\"6\n\x0bLookupReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\" \n\x0c\x46\x65tchRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"!\n\x0eReserveRequest\x12\x0f\n\x07headers\x18\x01 \x03(\x0c\"R\n\x0cReserveReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12-\n\x08outcomes\x18\x02 \x03(\x0b\x32\x1b.headrace.v1.ReserveOutcome\"\xc5\x01\n\x0eReserveOutcome\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .headrace.v1.ReserveOutcome.Kind\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\"]\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_RESERVED\x10\x01\x12\x17\n\x13KIND_ALREADY_STORED\x10\x02\x12\x13\n\x0fKIND_NOT_STORED\x10\x03\"=\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"9\n\tFillStart\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"\r\n\x0b\x43ommitReply\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x0c\n\nAbortReply2\x8c\x03\n\nBlockStore\x12;\n\x05Lease\x12\x19.headrace.v1.LeaseRequest\x1a\x17.headrace.v1.LeaseReply\x12\x41\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x19.headrace.v1.ReleaseReply\x12>\n\x06Lookup\x12\x1a.headrace.v1.LookupRequest\x1a\x18.headrace.v1.LookupReply\x12\x41\n\x07Reserve\x12\x1b.headrace.v1.ReserveRequest\x1a\x19.headrace.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.headrace.v1.CommitRequest\x1a\x18.headrace.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x17.headrace.v1.AbortReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dheadrace/v1/block_store.proto\x12\x0bheadrace.v1\"}\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x06 \x01(\x08\"t\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.headrace.v1.LeasedBlock\"+\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06header\x18\x02 \x01(\x0c\":\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x16\n\x0esuspect_blocks\x18\x02 \x03(\r\"\x0e\n\x0cReleaseReply\"E\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\"6\n\x0bLookupReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\" \n\x0c\x46\x65tchRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"E\n\x0eReserveRequest\x12\x0f\n\x07headers\x18\x01 \x03(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x03 \x01(\x08\"R\n\x0cReserveReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12-\n\x08outcomes\x18\x02 \x03(\x0b\x32\x1b.headrace.v1.ReserveOutcome\"\xc5\x01\n\x0eReserveOutcome\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .headrace.v1.ReserveOutcome.Kind\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\"]\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_RESERVED\x10\x01\x12\x17\n\x13KIND_ALREADY_STORED\x10\x02\x12\x13\n\x0fKIND_NOT_STORED\x10\x03\"=\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"9\n\tFillStart\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"\r\n\x0b\x43ommitReply\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x0c\n\nAbortReply2\x8c\x03\n\nBlockStore\x12;\n\x05Lease\x12\x19.headrace.v1.LeaseRequest\x1a\x17.headrace.v1.LeaseReply\x12\x41\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x19.headrace.v1.ReleaseReply\x12>\n\x06Lookup\x12\x1a.headrace.v1.LookupRequest\x1a\x18.headrace.v1.LookupReply\x12\x41\n\x07Reserve\x12\x1b.headrace.v1.ReserveRequest\x1a\x19.headrace.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.headrace.v1.CommitRequest\x1a\x18.headrace.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x17.headrace.v1.AbortReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,39 +32,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.wire.v1.block_stor
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LEASEREQUEST']._serialized_start=46
-  _globals['_LEASEREQUEST']._serialized_end=135
-  _globals['_LEASEREPLY']._serialized_start=137
-  _globals['_LEASEREPLY']._serialized_end=253
-  _globals['_LEASEDBLOCK']._serialized_start=255
-  _globals['_LEASEDBLOCK']._serialized_end=298
-  _globals['_RELEASEREQUEST']._serialized_start=300
-  _globals['_RELEASEREQUEST']._serialized_end=358
-  _globals['_RELEASEREPLY']._serialized_start=360
-  _globals['_RELEASEREPLY']._serialized_end=374
-  _globals['_LOOKUPREQUEST']._serialized_start=376
-  _globals['_LOOKUPREQUEST']._serialized_end=445
-  _globals['_LOOKUPREPLY']._serialized_start=447
-  _globals['_LOOKUPREPLY']._serialized_end=501
-  _globals['_FETCHREQUEST']._serialized_start=503
-  _globals['_FETCHREQUEST']._serialized_end=535
-  _globals['_RESERVEREQUEST']._serialized_start=537
-  _globals['_RESERVEREQUEST']._serialized_end=570
-  _globals['_RESERVEREPLY']._serialized_start=572
-  _globals['_RESERVEREPLY']._serialized_end=654
-  _globals['_RESERVEOUTCOME']._serialized_start=657
-  _globals['_RESERVEOUTCOME']._serialized_end=854
-  _globals['_RESERVEOUTCOME_KIND']._serialized_start=761
-  _globals['_RESERVEOUTCOME_KIND']._serialized_end=854
-  _globals['_COMMITREQUEST']._serialized_start=856
-  _globals['_COMMITREQUEST']._serialized_end=917
-  _globals['_FILLSTART']._serialized_start=919
-  _globals['_FILLSTART']._serialized_end=976
-  _globals['_COMMITREPLY']._serialized_start=978
-  _globals['_COMMITREPLY']._serialized_end=991
-  _globals['_ABORTREQUEST']._serialized_start=993
-  _globals['_ABORTREQUEST']._serialized_end=1031
-  _globals['_ABORTREPLY']._serialized_start=1033
-  _globals['_ABORTREPLY']._serialized_end=1045
-  _globals['_BLOCKSTORE']._serialized_start=1048
-  _globals['_BLOCKSTORE']._serialized_end=1444
+  _globals['_LEASEREQUEST']._serialized_end=171
+  _globals['_LEASEREPLY']._serialized_start=173
+  _globals['_LEASEREPLY']._serialized_end=289
+  _globals['_LEASEDBLOCK']._serialized_start=291
+  _globals['_LEASEDBLOCK']._serialized_end=334
+  _globals['_RELEASEREQUEST']._serialized_start=336
+  _globals['_RELEASEREQUEST']._serialized_end=394
+  _globals['_RELEASEREPLY']._serialized_start=396
+  _globals['_RELEASEREPLY']._serialized_end=410
+  _globals['_LOOKUPREQUEST']._serialized_start=412
+  _globals['_LOOKUPREQUEST']._serialized_end=481
+  _globals['_LOOKUPREPLY']._serialized_start=483
+  _globals['_LOOKUPREPLY']._serialized_end=537
+  _globals['_FETCHREQUEST']._serialized_start=539
+  _globals['_FETCHREQUEST']._serialized_end=571
+  _globals['_RESERVEREQUEST']._serialized_start=573
+  _globals['_RESERVEREQUEST']._serialized_end=642
+  _globals['_RESERVEREPLY']._serialized_start=644
+  _globals['_RESERVEREPLY']._serialized_end=726
+  _globals['_RESERVEOUTCOME']._serialized_start=729
+  _globals['_RESERVEOUTCOME']._serialized_end=926
+  _globals['_RESERVEOUTCOME_KIND']._serialized_start=833
+  _globals['_RESERVEOUTCOME_KIND']._serialized_end=926
+  _globals['_COMMITREQUEST']._serialized_start=928
+  _globals['_COMMITREQUEST']._serialized_end=989
+  _globals['_FILLSTART']._serialized_start=991
+  _globals['_FILLSTART']._serialized_end=1048
+  _globals['_COMMITREPLY']._serialized_start=1050
+  _globals['_COMMITREPLY']._serialized_end=1063
+  _globals['_ABORTREQUEST']._serialized_start=1065
+  _globals['_ABORTREQUEST']._serialized_end=1103
+  _globals['_ABORTREPLY']._serialized_start=1105
+  _globals['_ABORTREPLY']._serialized_end=1117
+  _globals['_BLOCKSTORE']._serialized_start=1120
+  _globals['_BLOCKSTORE']._serialized_end=1516
 # @@protoc_insertion_point(module_scope)

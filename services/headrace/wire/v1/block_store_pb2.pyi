@@ -8,16 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("namespace", "chain", "hash_bytes", "first_block")
+    __slots__ = ("namespace", "chain", "hash_bytes", "first_block", "ttl_s", "not_on_disk")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    NOT_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     chain: bytes
     hash_bytes: int
     first_block: int
-    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ...) -> None: ...
+    ttl_s: float
+    not_on_disk: bool
+    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("lease_id", "incarnation", "expires_in_ms", "blocks")
@@ -76,10 +80,14 @@ class FetchRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("headers",)
+    __slots__ = ("headers", "ttl_s", "not_on_disk")
     HEADERS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    NOT_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     headers: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, headers: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    ttl_s: float
+    not_on_disk: bool
+    def __init__(self, headers: _Optional[_Iterable[bytes]] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("incarnation", "outcomes")

@@ -79,18 +79,24 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., logprobs: _Optional[int] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("bypass", "sources", "no_publish", "decode_worker", "prefill_worker")
+    __slots__ = ("bypass", "sources", "no_publish", "decode_worker", "prefill_worker", "ttl_s", "not_on_disk", "affinity_key")
     BYPASS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     NO_PUBLISH_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    NOT_ON_DISK_FIELD_NUMBER: _ClassVar[int]
+    AFFINITY_KEY_FIELD_NUMBER: _ClassVar[int]
     bypass: bool
     sources: _containers.RepeatedScalarFieldContainer[CacheSource]
     no_publish: bool
     decode_worker: str
     prefill_worker: str
-    def __init__(self, bypass: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[CacheSource, str]]] = ..., no_publish: _Optional[bool] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ...) -> None: ...
+    ttl_s: float
+    not_on_disk: bool
+    affinity_key: str
+    def __init__(self, bypass: _Optional[bool] = ..., sources: _Optional[_Iterable[_Union[CacheSource, str]]] = ..., no_publish: _Optional[bool] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., affinity_key: _Optional[str] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("accepted", "token", "done")

@@ -1,0 +1,52 @@
+"""What a trust group may take of each store node, and what nobody may take from it.
+
+An *account* is a trust group by its full name, since blocks of two tenants in one group cannot be told apart. Its
+blocks are those of its namespaces (one for each model) and of what a `cache_salt` narrowed from them. `bytes_max` is a
+quota: more is refused, and the account's own oldest blocks make room. `bytes_min` is protected: no other account's
+blocks push it below that. Both hold on each node by itself, in the arena; on disk the quota holds too.
+
+Every node keeps the whole table and gateways carry newer entries from node to node, so that an operator's word survives
+any restart that leaves one node standing. An entry is a register: the last one set wins.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from headrace.core.block import NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One account's bounds on each node. Without `bytes_max` there is no quota; `bytes_min` 0 protects nothing."""
+
+    account: str  # the trust group's full name; "" is the deployment's own
+    namespaces: tuple[NamespaceId, ...] = ()  # the account's, sorted; gateways know them, operators do not
+    bytes_max: int | None = None
+    bytes_min: int = 0
+    set_unix_ms: int = 0  # 0: from the tenants file; else when an operator said so
+    set_by: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.bytes_min >= 0
+        assert self.bytes_max is None or self.bytes_max >= self.bytes_min
+        assert self.namespaces == tuple(sorted(self.namespaces))
+
+
+def merge_budgets(tables: Iterable[Iterable[Budget]]) -> tuple[Budget, ...]:
+    """One table of several nodes': for each account the entry set last, with the namespaces that any of them knows."""
+    newest: dict[str, Budget] = {}
+    for table in tables:
+        for budget in table:
+            known = newest.get(budget.account)
+            if known is None:
+                newest[budget.account] = budget
+                continue
+            winner = max(known, budget, key=_order)
+            namespaces = tuple(sorted({*known.namespaces, *budget.namespaces}))
+            newest[budget.account] = replace(winner, namespaces=namespaces)
+    return tuple(newest[account] for account in sorted(newest))
+
+
+def _order(budget: Budget) -> tuple[int, str, int, int]:
+    """Later first; of two set in one millisecond every gateway takes the same."""
+    return (budget.set_unix_ms, budget.set_by, -1 if budget.bytes_max is None else budget.bytes_max, budget.bytes_min)
