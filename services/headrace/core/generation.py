@@ -266,6 +266,11 @@ class HolderStat:
     hits_tokens: int
     evicted_blocks: int
     error: str = ""
+    pinned_bytes: int = 0  # of all pins; host tier
+    pin_bytes_max: int = 0  # what pins may take; 0: this tier has no pins
+    lookups: int = 0  # since the holder started, as are the bytes
+    read_bytes: int = 0  # handed to readers
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,9 @@ class PoolBlock:
 
 @dataclass(slots=True)
 class PoolCounters:
-    """What happened since the pool was made; only ever rising, in blocks."""
+    """What happened since the pool was made; only ever rising, in blocks but for `lookups`."""
 
+    lookups: int = 0
     lookups_blocks: int = 0  # asked for by hash, by new prompts that may use the pool
     hits_blocks: int = 0
     evicted_blocks: int = 0  # hashed blocks that stopped being findable
@@ -277,6 +278,7 @@ class BlockPool:
         or a prompt that may not use the pool, is none."""
         assert 0 <= hit_blocks <= asked_blocks
         with self._lock:
+            self.counters.lookups += 1
             self.counters.lookups_blocks += asked_blocks
             self.counters.hits_blocks += hit_blocks
 

@@ -79,4 +79,6 @@ def _stat(pool: BlockPool, worker: WorkerRecord) -> HolderStat:
         lookups_tokens=pool.counters.lookups_blocks * layout.block_tokens,
         hits_tokens=pool.counters.hits_blocks * layout.block_tokens,
         evicted_blocks=pool.counters.evicted_blocks,
+        lookups=pool.counters.lookups,
+        read_bytes=pool.counters.hits_blocks * layout.block_bytes,
     )

@@ -28,6 +28,8 @@ class NodeCounters:
     refused_blocks: int = 0
     committed_blocks: int = 0
     committed_bytes: int = 0
+    lookups: int = 0
+    read_bytes: int = 0  # of payloads that were leased, once for each lease
     _lookups: dict[NamespaceId, _NamespaceLookups] = field(default_factory=dict)
 
     @property
@@ -45,9 +47,11 @@ class NodeCounters:
         """Of those, tokens of blocks that were leased. Never more than `lookups_tokens`."""
         return sum(each.hit_blocks * each.block_tokens for each in self._lookups.values())
 
-    def looked_up(self, namespace: NamespaceId, *, asked_blocks: int, hit_blocks: int) -> None:
+    def looked_up(self, namespace: NamespaceId, *, asked_blocks: int, hit_blocks: int, hit_bytes: int) -> None:
         """Count one lookup."""
         assert hit_blocks <= asked_blocks
+        self.lookups += 1
+        self.read_bytes += hit_bytes
         lookups = self._of(namespace)
         lookups.asked_blocks += asked_blocks
         lookups.hit_blocks += hit_blocks

@@ -113,7 +113,8 @@ class StoreNode:
         if len(self._leases) >= STORE_LEASES_MAX:
             run = []
         asked_blocks = max(0, len(chain) - first_block)
-        self.counters.looked_up(namespace, asked_blocks=asked_blocks, hit_blocks=len(run))
+        hit_bytes = sum(block.header.payload_bytes for block in run)
+        self.counters.looked_up(namespace, asked_blocks=asked_blocks, hit_blocks=len(run), hit_bytes=hit_bytes)
         if not run:
             return LeasedRun(lease_id="", incarnation=self.incarnation, expires_in_ms=0, blocks=())
         now_s = self._clock.now_s()

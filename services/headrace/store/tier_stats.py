@@ -34,6 +34,9 @@ def stat_host(
         lookups_tokens=counters.lookups_tokens,
         hits_tokens=counters.hits_tokens,
         evicted_blocks=counters.evicted_blocks,
+        lookups=counters.lookups,
+        read_bytes=counters.read_bytes,
+        written_bytes=counters.committed_bytes,
     )
 
 
@@ -57,4 +60,6 @@ def stat_disk(disk: DiskBlocks, *, holder: HolderId, incarnation: int) -> Holder
         lookups_tokens=0,
         hits_tokens=0,
         evicted_blocks=disk.counters.evicted_blocks,
+        read_bytes=disk.counters.promoted_bytes,
+        written_bytes=disk.counters.demoted_bytes,
     )

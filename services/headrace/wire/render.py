@@ -165,6 +165,11 @@ def render_holder_stat(stat: HolderStat) -> admin_pb2.HolderStat:
         hits_tokens=stat.hits_tokens,
         evicted_blocks=stat.evicted_blocks,
         error=stat.error,
+        pinned_bytes=stat.pinned_bytes,
+        pin_bytes_max=stat.pin_bytes_max,
+        lookups=stat.lookups,
+        read_bytes=stat.read_bytes,
+        written_bytes=stat.written_bytes,
     )
 
 
@@ -177,6 +182,7 @@ def render_store_node(record: StoreNodeRecord) -> admin_pb2.StoreNodeStatus:
         address=record.address,
         pid=record.pid,
         metrics_port=record.metrics_port,
+        draining=record.draining,
     )
 
 

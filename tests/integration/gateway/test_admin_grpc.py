@@ -83,6 +83,7 @@ async def test_a_workers_books_are_what_its_pool_counted(model_path):
         stats = {s.holder: s for s in (await admin.stub.Stat(admin_pb2.StatRequest())).holders}
         stat = stats["worker:d0"]
         assert (stat.lookups_tokens, stat.hits_tokens) == (5 * BLOCK_TOKENS, 3 * BLOCK_TOKENS)
+        assert (stat.lookups, stat.read_bytes) == (1, 3 * stat.block_bytes)
         assert (stat.evicted_blocks, stat.total_blocks, stat.free_blocks, stat.committed_blocks) == (3, 1_000, 1_000, 0)
 
 

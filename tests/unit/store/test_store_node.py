@@ -300,6 +300,8 @@ def test_listing_and_books_agree() -> None:
     assert total == stat.committed_blocks == stat.leased_blocks == 3
     assert infos[0].leases == infos[0].hits == 1
     assert (stat.lookups_tokens, stat.hits_tokens) == (8 * 4, 3 * 4)
+    payload_bytes = make_header(prompt, 0).payload_bytes
+    assert (stat.lookups, stat.written_bytes, stat.read_bytes) == (2, 3 * payload_bytes, 3 * payload_bytes)
 
 
 def test_a_restarted_node_finds_its_blocks_under_a_larger_incarnation() -> None:

@@ -121,7 +121,7 @@ class StatReply(_message.Message):
     def __init__(self, holders: _Optional[_Iterable[_Union[HolderStat, _Mapping]]] = ...) -> None: ...
 
 class HolderStat(_message.Message):
-    __slots__ = ("holder", "tier", "incarnation", "total_blocks", "free_blocks", "committed_blocks", "reserved_blocks", "leased_blocks", "block_bytes", "lookups_tokens", "hits_tokens", "evicted_blocks", "error")
+    __slots__ = ("holder", "tier", "incarnation", "total_blocks", "free_blocks", "committed_blocks", "reserved_blocks", "leased_blocks", "block_bytes", "lookups_tokens", "hits_tokens", "evicted_blocks", "error", "pinned_bytes", "pin_bytes_max", "lookups", "read_bytes", "written_bytes")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,11 @@ class HolderStat(_message.Message):
     HITS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PIN_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     holder: str
     tier: str
     incarnation: int
@@ -148,7 +153,12 @@ class HolderStat(_message.Message):
     hits_tokens: int
     evicted_blocks: int
     error: str
-    def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., incarnation: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hits_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    pinned_bytes: int
+    pin_bytes_max: int
+    lookups: int
+    read_bytes: int
+    written_bytes: int
+    def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., incarnation: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., committed_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., lookups_tokens: _Optional[int] = ..., hits_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., error: _Optional[str] = ..., pinned_bytes: _Optional[int] = ..., pin_bytes_max: _Optional[int] = ..., lookups: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("selector", "dry_run", "who", "tokens_per_s")
@@ -217,20 +227,22 @@ class StatusReply(_message.Message):
     def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ..., unix_ms: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StoreNodeStatus(_message.Message):
-    __slots__ = ("node_id", "incarnation", "host", "address", "pid", "metrics_port")
+    __slots__ = ("node_id", "incarnation", "host", "address", "pid", "metrics_port", "draining")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     host: str
     address: str
     pid: int
     metrics_port: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "host", "store_node", "model", "namespace", "pid", "running", "waiting", "free_blocks", "pool_blocks", "context_tokens_max", "metrics_port")
