@@ -83,6 +83,7 @@ class StoreNode:
         self._leases: dict[str, HeldLease] = {}
         self._reservations: dict[str, HeldReservation] = {}
         self._serial = 0
+        self.draining = False  # takes no new blocks; what it holds can be read
         self._block_units = 0  # size of the last block reserved: the unit in which free room is reported
         self.incarnation = arena.begin_incarnation(clock.unix_ms())
         for block in recovered.blocks if recovered is not None else ():
@@ -299,7 +300,18 @@ class StoreNode:
 
     def inventory(self) -> list[tuple[NamespaceId, BlockHash]]:
         """Every readable block, parents before children: what the index should say of this node."""
-        return [block.key for block in resident_blocks(self._blocks, self.disk)]
+        return [block.key for block in self.residents()]
+
+    def residents(self) -> list[HeldBlock | DiskBlock]:
+        """Every readable block of either tier, each once, parents before children. To read, not to change."""
+        return resident_blocks(self._blocks, self.disk)
+
+    def copy_block(self, namespace: NamespaceId, block_hash: BlockHash) -> tuple[BlockHeader, bytes] | None:
+        """A block as it lies in the arena now; None when it is not there. Counts as no use and takes no lease."""
+        block = self._blocks.get(namespace, block_hash)
+        if block is None or not block.visible:
+            return None
+        return block.header, bytes(self._arena.payload(block.slot, block.header.payload_bytes))
 
     def renew_incarnation(self) -> int:
         """Void everything the index says of this node at once; the caller registers the inventory anew."""
@@ -324,7 +336,7 @@ class StoreNode:
         if self._blocks.get(header.namespace, block_hash) is not None:
             return AlreadyStored(block_hash)
         header_bytes = encode_header(header)
-        slot = self._room.slot_for(header, header_bytes)
+        slot = None if self.draining else self._room.slot_for(header, header_bytes)
         if slot is None:
             self.counters.refused_blocks += 1
             return NotStored(block_hash)
