@@ -6,6 +6,7 @@ A record is the truth about its owner for as long as it stands; everything said 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace import __version__
 from headrace.core.block import HolderId, Namespace
 from headrace.core.generation import WorkerId
 
@@ -40,6 +41,7 @@ class StoreNodeRecord:
     pid: int
     metrics_port: int = 0
     draining: bool = False  # takes no new blocks: publish elsewhere; what it holds can be read
+    version: str = __version__  # of the software that runs there
 
     @property
     def holder_id(self) -> HolderId:
@@ -67,6 +69,8 @@ class WorkerRecord:
     waiting: int = 0  # sequences admitted to the queue, not yet in the batch
     free_blocks: int = 0  # of the pool, that a new sequence could take now
     kept_blocks: int = 0  # of the free ones, those that hold a block for reuse until they are taken
+    version: str = __version__  # as of a store node
+    unix_ms: int = 0  # its clock when it said this; 0: it did not say
 
     @property
     def holder_id(self) -> HolderId:

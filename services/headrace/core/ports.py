@@ -173,7 +173,7 @@ class StoreNodes(Protocol):
         ...
 
     def sink(self) -> BlockSink | None:
-        """Where this worker publishes: the local node when there is one, else a remote node."""
+        """Where this worker publishes: the local node when there is one, else a remote node; none that drains."""
         ...
 
     def sink_node_id(self) -> str:

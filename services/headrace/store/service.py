@@ -117,6 +117,7 @@ class StoreNodeService:
             arena_path=str(arena_path(self._settings.arena_dir, self._node_id)),
             pid=os.getpid(),
             metrics_port=self._metrics_server.port if self._metrics_server else 0,
+            draining=self.node.draining,
         )
 
     async def start(self) -> StoreNodeRecord:

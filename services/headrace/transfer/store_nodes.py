@@ -8,7 +8,7 @@ incarnation is a new node. What is done with a node is the callers' business.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.block import BlockHeader, Chain, NamespaceId
 from headrace.core.clock import Clock, Deadline
@@ -68,7 +68,9 @@ class StoreNodeTable:
         after: dict[str, _Node] = {}
         for record in records:
             node = before.get(record.node_id)
-            if node is None or node.record != record:
+            if node is not None and replace(node.record, draining=record.draining) == record:
+                node.record = record  # a node that begins to drain is read as before
+            else:
                 node = _Node(record, self._host, self._channels, self._clock)
             after[record.node_id] = node
         self._node_id_to_node = after
@@ -89,7 +91,7 @@ class StoreNodeTable:
         return node.remote if node is not None and node.health.usable() else None
 
     def sink(self) -> BlockSink | None:
-        """The local node when there is one, else the first remote node by id."""
+        """The local node when there is one, else the first remote node by id. Never one that drains, which refuses."""
         node = self._sink_node()
         return None if node is None else node.mapped or node.remote
 
@@ -99,7 +101,8 @@ class StoreNodeTable:
         return "" if node is None else node.record.node_id
 
     def _sink_node(self) -> "_Node | None":
-        return min(self._usable(), key=lambda node: (node.mapped is None, node.record.node_id), default=None)
+        taking = (node for node in self._usable() if not node.record.draining)
+        return min(taking, key=lambda node: (node.mapped is None, node.record.node_id), default=None)
 
     def _usable(self) -> "Iterator[_Node]":
         return (node for node in self._node_id_to_node.values() if node.health.usable())

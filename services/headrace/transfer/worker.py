@@ -149,6 +149,7 @@ class Worker:
             waiting=load.waiting,
             free_blocks=load.free_blocks,
             kept_blocks=load.kept_blocks,
+            unix_ms=self.clock.unix_ms(),
         )
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
