@@ -25,7 +25,7 @@ import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
-from headrace.client.client import call_metadata
+from headrace.client.prepare_call import call_metadata
 from headrace.compose import arena_path
 from headrace.config import Config, GatewaySettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError

@@ -7,7 +7,7 @@ import time
 from live_load import load_while, make_token_ids, wait_until_at_rest
 from local_system import BLOCK_TOKENS, LocalSystem, wait_until
 
-from headrace.client.values import Selector
+from headrace.client import Selector
 from headrace.core.limits import MEMBER_TTL_MS, STORE_CALL_TIMEOUT_MS
 
 

@@ -1,47 +1,59 @@
 """The Python client: `from headrace.client import HeadraceClient`. Needs grpcio and protobuf only."""
 
-from headrace.client.client import AsyncGenerateStream, AsyncHeadraceClient, GenerateStream, HeadraceClient
+from headrace.client.admin_values import (
+    BlockEntry,
+    BlockListing,
+    DrainProgress,
+    Eviction,
+    Finding,
+    MissExplanation,
+    MissReason,
+    QuotaChange,
+    Selector,
+    StoredBlock,
+    StoreNodeStatus,
+    SystemStatus,
+    TenantEntry,
+    TenantListing,
+    TenantUsage,
+    WorkerStatus,
+)
+from headrace.client.async_client import AsyncGenerateStream, AsyncHeadraceClient
+from headrace.client.client import GenerateStream, HeadraceClient
 from headrace.client.errors import GatewayUnreachable
 from headrace.client.values import (
     COLD,
     Accepted,
-    BlockEntry,
-    BlockListing,
     CacheOptions,
     Done,
     Event,
-    Eviction,
-    Finding,
     GenerateResult,
     Message,
-    MissExplanation,
-    MissReason,
     Prompt,
     Sampling,
-    Selector,
     ServedModel,
-    StoredBlock,
-    StoreNodeStatus,
-    SystemStatus,
-    WorkerStatus,
 )
 from headrace.core.block import CacheSource
-from headrace.core.generation import EvictReport, HolderStat, TokenDelta, Usage
+from headrace.core.generation import ControlOutcome, ControlReport, EvictReport, HolderStat, TokenDelta, Usage
+from headrace.core.retention import Retention
 
 __all__ = [
-    "COLD",
     "Accepted",
     "AsyncGenerateStream",
     "AsyncHeadraceClient",
     "BlockEntry",
     "BlockListing",
+    "COLD",
     "CacheOptions",
     "CacheSource",
+    "ControlOutcome",
+    "ControlReport",
     "Done",
+    "DrainProgress",
     "Event",
+    "EvictReport",
     "Eviction",
     "Finding",
-    "EvictReport",
     "GatewayUnreachable",
     "GenerateResult",
     "GenerateStream",
@@ -51,12 +63,17 @@ __all__ = [
     "MissExplanation",
     "MissReason",
     "Prompt",
+    "QuotaChange",
+    "Retention",
     "Sampling",
     "Selector",
     "ServedModel",
-    "StoredBlock",
     "StoreNodeStatus",
+    "StoredBlock",
     "SystemStatus",
+    "TenantEntry",
+    "TenantListing",
+    "TenantUsage",
     "TokenDelta",
     "Usage",
     "WorkerStatus",

@@ -1,6 +1,6 @@
-"""The clients: one over blocking gRPC, one over asyncio, with the same methods.
+"""The blocking client: one gateway over gRPC. `async_client.py` has the same methods over asyncio.
 
-They need grpcio and protobuf only. Every call has a deadline; a server's error arrives as the class that the server
+It needs grpcio and protobuf only. Every call has a deadline; a server's error arrives as the class that the server
 raised (`core/errors.py`); leaving a stream or closing the client cancels what is under way, on the workers too.
 
     with HeadraceClient("127.0.0.1:9000") as client:
@@ -9,90 +9,50 @@ raised (`core/errors.py`); leaving a stream or closing the client cancels what i
         result = client.generate([Message("user", "Hello")], sampling=Sampling(max_tokens=64))
         print(result.text, result.usage.cached.by_source(), result.ttft_ms)
 
-Neither knows HTTP, Ray or how the gateway chooses.
+It knows neither HTTP, Ray nor how the gateway chooses.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
-import grpc.aio
 
-from headrace.client import messages
-from headrace.client.errors import error_from_rpc
-from headrace.client.values import (
+from headrace.client import admin_messages, messages
+from headrace.client.admin_values import (
+    EVERYTHING,
     BlockListing,
-    CacheOptions,
-    Event,
+    DrainProgress,
     Eviction,
     Finding,
-    GenerateResult,
     MissExplanation,
+    QuotaChange,
+    Selector,
+    StoredBlock,
+    SystemStatus,
+    TenantListing,
+)
+from headrace.client.errors import error_from_rpc
+from headrace.client.prepare_call import CHANNEL_OPTIONS, call_metadata, prepare_call
+from headrace.client.values import (
+    ANY_CACHE,
+    ANY_SAMPLING,
+    CacheOptions,
+    Event,
+    GenerateResult,
     Prompt,
     ResultCollector,
     Sampling,
-    Selector,
     ServedModel,
-    StoredBlock,
-    SystemStatus,
 )
-from headrace.core.errors import InvalidRequest, WorkerUnavailable
-from headrace.core.generation import EvictReport, HolderStat
-from headrace.core.limits import (
-    ADMIN_CALL_TIMEOUT_MS,
-    CLIENT_DEADLINE_GRACE_MS,
-    GRPC_MESSAGE_BYTES_MAX,
-    REQUEST_TIMEOUT_MS_DEFAULT,
-)
-from headrace.core.tenants import is_usable_key
+from headrace.core.generation import ControlReport, EvictReport, HolderStat
+from headrace.core.limits import ADMIN_CLIENT_TIMEOUT_MS, DRAIN_CLIENT_TIMEOUT_MS
 from headrace.wire.v1 import admin_pb2, inference_pb2
 from headrace.wire.v1.admin_pb2_grpc import CacheAdminStub
 from headrace.wire.v1.inference_pb2_grpc import InferenceStub
 
 Value = TypeVar("Value")
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
-    ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
-    # A client that outlives a restart of the gateway must find it again within seconds, not after minutes of back-off.
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
-EVERYTHING = Selector()
-ANY_SAMPLING = Sampling()
-ANY_CACHE = CacheOptions()
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedCall:
-    """One generate call: the message, and its deadline in seconds."""
-
-    request: inference_pb2.GenerateRequest
-    timeout_s: float
-
-
-def prepare_call(
-    prompt: Prompt, *, model: str, sampling: Sampling, cache: CacheOptions, timeout_s: float | None, cache_salt: str
-) -> PreparedCall:
-    """Encode a call. The server gets the caller's time; the transport a little more, so that the server's own typed
-    answer at the deadline still arrives."""
-    timeout_ms = REQUEST_TIMEOUT_MS_DEFAULT if timeout_s is None else max(1, round(timeout_s * 1e3))
-    request = messages.generate_request_message(
-        prompt, model=model, sampling=sampling, cache=cache, timeout_ms=timeout_ms, cache_salt=cache_salt
-    )
-    return PreparedCall(request=request, timeout_s=(timeout_ms + CLIENT_DEADLINE_GRACE_MS) / 1e3)
-
-
-def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """What goes with every call: the API key, as HTTP clients send it; nothing without one."""
-    if api_key and not is_usable_key(api_key):
-        raise InvalidRequest(
-            "this is no API key: keys are 20 or more signs of printable ASCII, without spaces", param="api_key"
-        )
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 class GenerateStream:
@@ -192,18 +152,18 @@ class HeadraceClient:
 
     def status(self) -> SystemStatus:
         """Live store nodes and workers."""
-        return messages.status_from_message(self._ask(self._admin.Status, admin_pb2.StatusRequest()))
+        return admin_messages.status_from_message(self._ask(self._admin.Status, admin_pb2.StatusRequest()))
 
     def stat(self) -> tuple[HolderStat, ...]:
         """Every holder's books."""
-        return messages.stats_from_message(self._ask(self._admin.Stat, admin_pb2.StatRequest()))
+        return admin_messages.stats_from_message(self._ask(self._admin.Stat, admin_pb2.StatRequest()))
 
     def list_blocks(self, selector: Selector = EVERYTHING, *, with_text: bool = False, limit: int = 0) -> BlockListing:
         """Cached blocks, with their text when asked for. limit 0: the server's bound."""
         request = admin_pb2.ListBlocksRequest(
-            selector=messages.selector_message(selector), with_text=with_text, limit=limit
+            selector=admin_messages.selector_message(selector), with_text=with_text, limit=limit
         )
-        return messages.listing_from_message(self._ask(self._admin.ListBlocks, request))
+        return admin_messages.listing_from_message(self._ask(self._admin.ListBlocks, request))
 
     def evict(self, selector: Selector, *, dry_run: bool = True) -> tuple[EvictReport, ...]:
         """Evict (dry: count) what the selector means, over all holders. A report with an error did not answer."""
@@ -212,34 +172,79 @@ class HeadraceClient:
     def price_eviction(self, selector: Selector, *, dry_run: bool = True, tokens_per_s: float = 0.0) -> Eviction:
         """As evict, with what it loses. tokens_per_s: how fast prompts are computed; 0: as the gateway measured it."""
         request = admin_pb2.EvictRequest(
-            selector=messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
+            selector=admin_messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
         )
-        return messages.eviction_from_message(self._ask(self._admin.Evict, request))
+        return admin_messages.eviction_from_message(self._ask(self._admin.Evict, request))
 
     def why_miss(
         self, prompt: Prompt | None = None, *, model: str = "", request_id: str = "", cache_salt: str = ""
     ) -> MissExplanation:
         """Why a prompt (or a request that the gateway served lately, by its id) is not all in the cache now."""
-        asked = messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
-        return messages.explanation_from_message(self._ask(self._admin.WhyMiss, asked))
+        asked = admin_messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
+        return admin_messages.explanation_from_message(self._ask(self._admin.WhyMiss, asked))
 
     def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
         """The last block of a chain from one node (`node:ID`)."""
         asked = admin_pb2.ReadBlockRequest(holder=holder, namespace=namespace, chain=chain)
-        return messages.stored_block_from_message(self._ask(self._admin.ReadBlock, asked))
+        return admin_messages.stored_block_from_message(self._ask(self._admin.ReadBlock, asked))
 
     def write_block(self, holder: str, block: StoredBlock) -> str:
         """Store one block on a node; "stored", "already stored" or "no room"."""
-        reply = self._ask(self._admin.WriteBlock, messages.stored_block_message(block, holder=holder))
+        reply = self._ask(self._admin.WriteBlock, admin_messages.stored_block_message(block, holder=holder))
         return str(reply.outcome)
 
     def doctor(self, *, fix: bool = False) -> tuple[Finding, ...]:
         """Examine the system; with fix, also repair what can be repaired from here."""
-        return messages.findings_from_message(self._ask(self._admin.Doctor, admin_pb2.DoctorRequest(fix=fix)))
+        return admin_messages.findings_from_message(self._ask(self._admin.Doctor, admin_pb2.DoctorRequest(fix=fix)))
+
+    def pin(self, selector: Selector, *, for_s: float | None = None) -> tuple[ControlReport, ...]:
+        """Keep the last full block of the selected prefix (or the blocks named by hash) and all before it, on every
+        node that holds it. for_s None: until it is unpinned. A refusal is a report and no error."""
+        asked = admin_pb2.PinRequest(selector=admin_messages.selector_message(selector), for_s=for_s)
+        return admin_messages.control_reports_from_message(self._ask(self._admin.Pin, asked))
+
+    def unpin(self, selector: Selector) -> tuple[ControlReport, ...]:
+        """Take a pin back on every node."""
+        asked = admin_pb2.PinRequest(selector=admin_messages.selector_message(selector))
+        return admin_messages.control_reports_from_message(self._ask(self._admin.Unpin, asked))
+
+    def set_ttl(self, selector: Selector, *, ttl_s: float | None) -> tuple[ControlReport, ...]:
+        """Have the selected blocks and all that stand on them go ttl_s from now; None takes an earlier order back."""
+        asked = admin_pb2.SetTtlRequest(selector=admin_messages.selector_message(selector), ttl_s=ttl_s)
+        return admin_messages.control_reports_from_message(self._ask(self._admin.SetTtl, asked))
+
+    def list_tenants(self) -> TenantListing:
+        """Tenants, their budgets, and what they have on each node."""
+        return admin_messages.tenants_from_message(self._ask(self._admin.ListTenants, admin_pb2.ListTenantsRequest()))
+
+    def set_quota(self, tenant: str, *, bytes_max: int | None, bytes_min: int = 0) -> QuotaChange:
+        """Give a tenant's trust group a quota (None: none) and a protected minimum, in bytes on each node."""
+        asked = admin_pb2.SetQuotaRequest(tenant=tenant, bytes_max=bytes_max, bytes_min=bytes_min)
+        return admin_messages.quota_change_from_message(self._ask(self._admin.SetQuota, asked))
+
+    def reset_quota(self, tenant: str) -> QuotaChange:
+        """Give a tenant's trust group back the budget that the tenants file has."""
+        asked = admin_pb2.SetQuotaRequest(tenant=tenant, reset=True)
+        return admin_messages.quota_change_from_message(self._ask(self._admin.SetQuota, asked))
+
+    def drain_node(self, holder: str, *, undo: bool = False, without_moving: bool = False) -> Iterator[DrainProgress]:
+        """Have a node (`node:ID`) take no new blocks and hand its hot ones to peers; undo: have it take blocks again.
+
+        Starts with the first `next`; yields how far it is, last with `done`. Leaving early cancels the call.
+        """
+        asked = admin_pb2.DrainNodeRequest(holder=holder, undo=undo, without_moving=without_moving)
+        call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
+        try:
+            for message in call:
+                yield admin_messages.drain_progress_from_message(message)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, address=self.address) from error
+        finally:
+            call.cancel()
 
     def _ask(self, method: Callable[..., Value], request: object) -> Value:
         try:
-            return method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3, metadata=self._metadata)
+            return method(request, timeout=ADMIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, address=self.address) from error
 
@@ -254,172 +259,3 @@ class HeadraceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class AsyncGenerateStream:
-    """As GenerateStream, for asyncio. Cancelling the task that iterates cancels the request."""
-
-    def __init__(self, call: Any, *, address: str, started_s: float) -> None:
-        self._call = call
-        self._address = address
-        self._collector = ResultCollector(started_s=started_s)
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield Accepted, then TokenDelta for each token, then Done. Raises the server's typed error."""
-        try:
-            async for message in self._call:
-                event = messages.event_from_message(message)
-                if event is not None:
-                    self._collector.add(event, now_s=time.monotonic())
-                    yield event
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self._address) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Not this task but the call was cancelled: grpc.aio uses the same exception for both.
-            raise WorkerUnavailable("", "the call was cancelled by closing its stream or client") from None
-        finally:
-            self.close()
-
-    async def result(self) -> GenerateResult:
-        """Read what is left of the stream and return the whole."""
-        async for _ in self:
-            pass
-        return self._collector.result(now_s=time.monotonic())
-
-    def close(self) -> None:
-        """Cancel what is under way. Idempotent; harmless after the end."""
-        self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class AsyncHeadraceClient:
-    """As HeadraceClient, for asyncio. Belongs to the event loop that it was made in."""
-
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str = "") -> None:
-        """address: `host:port`. credentials: TLS; None for plain text. api_key: who calls, where the deployment has
-        tenants; goes with every call. Connects on first use. Raises InvalidRequest for what cannot be a key."""
-        self.address = address
-        self._metadata = call_metadata(api_key)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._inference = InferenceStub(self._channel)
-        self._admin = CacheAdminStub(self._channel)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        sampling: Sampling = ANY_SAMPLING,
-        cache: CacheOptions = ANY_CACHE,
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-    ) -> AsyncGenerateStream:
-        """As HeadraceClient.stream."""
-        call = prepare_call(
-            prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
-        )
-        started_s = time.monotonic()
-        events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
-        return AsyncGenerateStream(events, address=self.address, started_s=started_s)
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        sampling: Sampling = ANY_SAMPLING,
-        cache: CacheOptions = ANY_CACHE,
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-    ) -> GenerateResult:
-        """As HeadraceClient.generate."""
-        async with self.stream(
-            prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
-        ) as stream:
-            return await stream.result()
-
-    async def list_models(self) -> tuple[ServedModel, ...]:
-        """As HeadraceClient.list_models."""
-        reply = await self._ask(self._inference.ListModels, inference_pb2.ListModelsRequest())
-        return messages.models_from_message(reply)
-
-    async def status(self) -> SystemStatus:
-        """As HeadraceClient.status."""
-        return messages.status_from_message(await self._ask(self._admin.Status, admin_pb2.StatusRequest()))
-
-    async def stat(self) -> tuple[HolderStat, ...]:
-        """As HeadraceClient.stat."""
-        return messages.stats_from_message(await self._ask(self._admin.Stat, admin_pb2.StatRequest()))
-
-    async def list_blocks(
-        self, selector: Selector = EVERYTHING, *, with_text: bool = False, limit: int = 0
-    ) -> BlockListing:
-        """As HeadraceClient.list_blocks."""
-        request = admin_pb2.ListBlocksRequest(
-            selector=messages.selector_message(selector), with_text=with_text, limit=limit
-        )
-        return messages.listing_from_message(await self._ask(self._admin.ListBlocks, request))
-
-    async def evict(self, selector: Selector, *, dry_run: bool = True) -> tuple[EvictReport, ...]:
-        """As HeadraceClient.evict."""
-        return (await self.price_eviction(selector, dry_run=dry_run)).reports
-
-    async def price_eviction(self, selector: Selector, *, dry_run: bool = True, tokens_per_s: float = 0.0) -> Eviction:
-        """As HeadraceClient.price_eviction."""
-        request = admin_pb2.EvictRequest(
-            selector=messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
-        )
-        return messages.eviction_from_message(await self._ask(self._admin.Evict, request))
-
-    async def why_miss(
-        self, prompt: Prompt | None = None, *, model: str = "", request_id: str = "", cache_salt: str = ""
-    ) -> MissExplanation:
-        """As HeadraceClient.why_miss."""
-        asked = messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
-        return messages.explanation_from_message(await self._ask(self._admin.WhyMiss, asked))
-
-    async def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
-        """As HeadraceClient.read_block."""
-        asked = admin_pb2.ReadBlockRequest(holder=holder, namespace=namespace, chain=chain)
-        return messages.stored_block_from_message(await self._ask(self._admin.ReadBlock, asked))
-
-    async def write_block(self, holder: str, block: StoredBlock) -> str:
-        """As HeadraceClient.write_block."""
-        reply = await self._ask(self._admin.WriteBlock, messages.stored_block_message(block, holder=holder))
-        return str(reply.outcome)
-
-    async def doctor(self, *, fix: bool = False) -> tuple[Finding, ...]:
-        """As HeadraceClient.doctor."""
-        return messages.findings_from_message(await self._ask(self._admin.Doctor, admin_pb2.DoctorRequest(fix=fix)))
-
-    async def _ask(self, method: Callable[..., Any], request: object) -> Any:
-        try:
-            return await method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1e3, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
-
-    async def close(self) -> None:
-        """Cancel every call under way and close the connection. Idempotent."""
-        await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

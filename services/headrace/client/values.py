@@ -1,7 +1,7 @@
 """What a client sends and gets: plain immutable values, no protobuf classes, no network.
 
 Counts and events that the services share with clients (`Usage`, `TokenDelta`, `HolderStat`, `EvictReport`) are the
-core's own types; the rest of the client API's nouns are here.
+core's own types; what operators ask and are told is in `admin_values.py`.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from headrace.core.block import CacheSource
 from headrace.core.errors import WorkerUnavailable
-from headrace.core.generation import ALL_SOURCES, EvictReport, TokenDelta, Usage
+from headrace.core.generation import ALL_SOURCES, TokenDelta, Usage
+from headrace.core.retention import KEEP, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,16 @@ class CacheOptions:
 
     sources: frozenset[CacheSource] = ALL_SOURCES  # empty: compute all of the prompt
     publish: bool = True
+    retention: Retention = KEEP  # how long the blocks may stay unused, and whether a copy may go to a disk
+    affinity_key: str = ""  # between workers that cost the same, requests of one key meet
     decode_worker: str = ""  # "": the gateway chooses
     prefill_worker: str = ""
 
 
 # Computes the whole prompt whatever is cached, and leaves nothing behind: the yardstick of every comparison.
 COLD = CacheOptions(sources=frozenset(), publish=False)
+ANY_CACHE = CacheOptions()
+ANY_SAMPLING = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,171 +104,6 @@ class ServedModel:
     context_tokens_max: int
     block_tokens: int
     namespace: str
-
-
-@dataclass(frozen=True, slots=True)
-class Selector:
-    """Which blocks are meant: the intersection of what is set; nothing set means everything."""
-
-    model: str = ""
-    namespace: str = ""
-    block_hashes: tuple[bytes, ...] = ()  # each with its descendants
-    prefix_text: str = ""
-    prefix_token_ids: tuple[int, ...] = ()
-    idle_for_s: float | None = None
-    older_than_s: float | None = None
-    holders: tuple[str, ...] = ()  # "node:ID", "worker:ID"
-    tier: str = ""
-    tenant: str = ""  # blocks of its trust group
-    free_bytes: int | None = None  # evict only: least recently used first, until a tier of a holder gave this much
-
-    @property
-    def selects_everything(self) -> bool:
-        """Whether nothing narrows it."""
-        return self == Selector()
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """What an eviction did (dry: would do), and what it loses: distinct tokens of which no copy is left."""
-
-    reports: tuple[EvictReport, ...]
-    lost_tokens: int
-    lost_tokens_at_most: bool  # too many blocks to compare them all: it may be less
-    tokens_per_s: float  # 0: not known
-    tokens_per_s_from: str  # "measured", "configured" or ""
-
-    @property
-    def recompute_s(self) -> float | None:
-        """Seconds to compute the lost tokens again; None when the rate is not known."""
-        return self.lost_tokens / self.tokens_per_s if self.tokens_per_s else None
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEntry:
-    """One cached block on one holder."""
-
-    namespace: str
-    base_namespace: str  # the model's own; differs from `namespace` where a cache_salt narrowed it
-    model: str
-    block_hash: bytes
-    parent_hash: bytes
-    position: int
-    token_ids: tuple[int, ...]
-    bytes: int
-    holder: str
-    tier: str
-    hits: int
-    age_s: float
-    idle_s: float
-    leases: int
-    text: str
-    producer: str = ""  # header fields; empty where the holder does not keep them at hand
-    created_unix_ms: int = 0
-    payload_xxh3: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BlockListing:
-    """Blocks over all holders. `errors` names holders that did not answer: what they hold is unknown."""
-
-    blocks: tuple[BlockEntry, ...]
-    total_blocks: int  # before the limit
-    errors: tuple[tuple[str, str], ...]  # (holder, error)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that `doctor` looked at; `holder` is "" for what concerns everybody."""
-
-    check: str
-    holder: str
-    ok: bool
-    detail: str
-    fixed: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One block's header and payload as a node stores them, and the fields of its model's namespace where known."""
-
-    header: bytes
-    payload: bytes
-    namespace_fields: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class HolderRun:
-    """How many of a prompt's leading blocks one holder has, and how many the index says."""
-
-    holder: str
-    held_blocks: int
-    indexed_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class MissReason:
-    """One reason why blocks are not there; `kind` is one of `gateway/explain_miss.py`'s."""
-
-    kind: str
-    detail: str
-    holder: str
-    first_block: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class MissExplanation:
-    """Why a prompt's blocks are not all in the cache, as of now."""
-
-    model: str
-    namespace: str
-    prompt_tokens: int
-    block_tokens: int
-    num_blocks: int
-    runs: tuple[HolderRun, ...]
-    reasons: tuple[MissReason, ...]
-    errors: tuple[tuple[str, str], ...]  # (holder, error)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreNodeStatus:
-    """A live store node."""
-
-    node_id: str
-    incarnation: int
-    host: str
-    address: str
-    pid: int
-    metrics_port: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """A live worker and its load."""
-
-    worker_id: str
-    role: str
-    host: str
-    store_node: str
-    model: str
-    namespace: str
-    pid: int
-    running: int
-    waiting: int
-    free_blocks: int
-    pool_blocks: int
-    context_tokens_max: int
-    metrics_port: int
-
-
-@dataclass(frozen=True, slots=True)
-class SystemStatus:
-    """Who is alive."""
-
-    store_nodes: tuple[StoreNodeStatus, ...]
-    workers: tuple[WorkerStatus, ...]
-    index_available: bool
 
 
 class ResultCollector:
