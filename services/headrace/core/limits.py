@@ -119,6 +119,21 @@ DRAIN_TIMEOUT_MS = 5_000
 # 4,096 attempts are minutes of work for one worker.
 ATTEMPTS_REMEMBERED = 4_096
 
+# Claims at one store node of which a worker does not know if they still stand: four for each request that a gateway
+# has in flight, at 40 characters each one call of 40 KB. More are left to their own expiry.
+LOST_CLAIMS_MAX = 1_024
+
+# How often a worker tells a store node which lost claims to end: blocks are kept from eviction that much longer, and a
+# node that is away is asked twice a second.
+LOST_CLAIMS_RETRY_MS = 500
+
+# Names and ids of claims that a store node remembers: about 100 bytes each, 7 MB. A thousand leases a second are 2,000
+# of them, so a name is known for LEASE_TTL_MS, after which nothing of it is left to end.
+CLAIM_NAMES_MAX = 65_536
+
+# Characters of a claim's name: ours have less than 40.
+CLAIM_NAME_CHARS_MAX = 64
+
 # A prefill attempt: 8,192 tokens at 200 tok/s on a slow shared core.
 PREFILL_TIMEOUT_MS = 60_000
 

@@ -138,3 +138,7 @@ class GrpcStore:
     async def abort(self, reservation: Reservation) -> None:
         """As `BlockSink.abort`."""
         await self._calls.abort(reservation.reservation_id)
+
+    async def end_lost_claims(self) -> None:
+        """As `StoreCalls.end_lost_claims`."""
+        await self._calls.end_lost_claims()

@@ -19,8 +19,10 @@ from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
 from headrace.core.errors import BlockCorrupt, CacheFault, LeaseExpired
 from headrace.core.limits import (
     CHAIN_BLOCKS_MAX,
+    CLAIM_NAME_CHARS_MAX,
     FETCH_CHUNK_BYTES,
     LEASE_TTL_MS,
+    LOST_CLAIMS_MAX,
     RESERVATION_TTL_MS,
     RESERVE_BLOCKS_MAX,
     TTL_S_MAX,
@@ -29,6 +31,7 @@ from headrace.core.limits import (
 from headrace.core.ports import AlreadyStored, NotStored
 from headrace.core.retention import KEEP, Retention
 from headrace.transfer.fault_status import status_of
+from headrace.transfer.named_claims import NamedClaims
 from headrace.wire.v1 import block_store_pb2 as pb
 from headrace.wire.v1 import block_store_pb2_grpc as pb_grpc
 
@@ -91,6 +94,7 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
     def __init__(self, keeper: BlockKeeper, promote: Promote | None) -> None:
         self._keeper = keeper
         self._promote = promote
+        self._claims = NamedClaims()
 
     async def Lookup(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         def lookup() -> Any:
@@ -109,7 +113,11 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
             await self._promote(namespace, chain, request.first_block)
 
         def lease() -> Any:
+            name = _claim_name(request.claim_name)
+            if not self._claims.admit(name):
+                return pb.LeaseReply(incarnation=self._keeper.incarnation)
             run = self._keeper.lease(namespace, chain, first_block=request.first_block, retention=_retention(request))
+            self._claims.made(name, [run.lease_id])
             return pb.LeaseReply(
                 lease_id=run.lease_id,
                 incarnation=run.incarnation,
@@ -127,8 +135,11 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
         def reserve() -> Any:
             if len(request.headers) > RESERVE_BLOCKS_MAX:
                 raise ValueError(f"more than {RESERVE_BLOCKS_MAX} blocks in one reserve call")
-            retention = _retention(request)
-            outcomes = self._keeper.reserve([decode_header(header) for header in request.headers], retention=retention)
+            name, headers = _claim_name(request.claim_name), [decode_header(header) for header in request.headers]
+            outcomes: Sequence[SlotOutcome] = [NotStored(header.block_hash) for header in headers]
+            if self._claims.admit(name):
+                outcomes = self._keeper.reserve(headers, retention=_retention(request))
+                self._claims.made(name, [slot.reservation_id for slot in outcomes if isinstance(slot, SlotReserved)])
             return pb.ReserveReply(
                 incarnation=self._keeper.incarnation, outcomes=[_render_outcome(outcome) for outcome in outcomes]
             )
@@ -145,6 +156,18 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
     async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         self._keeper.abort(request.reservation_id)
         return pb.AbortReply()
+
+    async def EndClaims(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        def end_claims() -> Any:
+            if len(request.names) > LOST_CLAIMS_MAX:
+                raise ValueError(f"more than {LOST_CLAIMS_MAX} claims in one call")
+            for name in request.names:
+                for claim_id in (name, *self._claims.end(_claim_name(name))):
+                    self._keeper.release(claim_id)
+                    self._keeper.abort(claim_id)
+            return pb.EndClaimsReply()
+
+        return await _answer(context, end_claims)
 
     async def fetch_payloads(self, request: bytes, context: grpc.aio.ServicerContext) -> None:
         """Stream the leased blocks' payloads, block after block, in the messages of `_messages_of`.
@@ -242,6 +265,12 @@ def _retention(request: Any) -> Retention:
     if request.ttl_s and not TTL_S_MIN <= request.ttl_s <= TTL_S_MAX:
         raise ValueError(f"ttl_s must lie in {TTL_S_MIN}..{TTL_S_MAX}, or be 0")
     return Retention(ttl_s=request.ttl_s or None, on_disk=not request.not_on_disk)
+
+
+def _claim_name(text: str) -> str:
+    if len(text) > CLAIM_NAME_CHARS_MAX:
+        raise ValueError(f"a claim's name has at most {CLAIM_NAME_CHARS_MAX} characters")
+    return text
 
 
 def _namespace(text: str) -> NamespaceId:

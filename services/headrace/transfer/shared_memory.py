@@ -61,13 +61,17 @@ class SharedMemoryStore:
     ) -> tuple[ReserveOutcome, ...]:
         """As `BlockSink.reserve`; each buffer is the slot itself."""
         incarnation, outcomes = await self._calls.reserve(headers, deadline=deadline, retention=retention)
-        arena = self._mapped(incarnation)
-        return tuple(
-            Reservation(outcome[0], header, self._payload(arena, outcome[1], header))
-            if isinstance(outcome, tuple)
-            else outcome
-            for header, outcome in zip(headers, outcomes, strict=True)
-        )
+        try:
+            arena = self._mapped(incarnation)
+            return tuple(
+                Reservation(outcome[0], header, self._payload(arena, outcome[1], header))
+                if isinstance(outcome, tuple)
+                else outcome
+                for header, outcome in zip(headers, outcomes, strict=True)
+            )
+        except StoreUnavailable:
+            self._calls.give_up(outcome[0] for outcome in outcomes if isinstance(outcome, tuple))
+            raise
 
     async def commit(self, reservation: Reservation, *, payload_xxh3: int, deadline: Deadline) -> None:
         """As `BlockSink.commit`; the node checks the bytes in place."""
@@ -78,6 +82,10 @@ class SharedMemoryStore:
     async def abort(self, reservation: Reservation) -> None:
         """As `BlockSink.abort`."""
         await self._calls.abort(reservation.reservation_id)
+
+    async def end_lost_claims(self) -> None:
+        """As `StoreCalls.end_lost_claims`."""
+        await self._calls.end_lost_claims()
 
     def close(self) -> None:
         """Drop the mapping; views still in use keep theirs."""

@@ -1,11 +1,14 @@
 """Control calls to one store node: lease, release, reserve, commit, abort, as values in and values out.
 
 Shared by the two ways of moving payloads (`GrpcStore`, `SharedMemoryStore`). Every call is bounded by its deadline and
-by STORE_CALL_TIMEOUT_MS; every failure is a CacheFault. Knows nothing of payload bytes.
+by STORE_CALL_TIMEOUT_MS; every failure is a CacheFault. A claim is named before it is made: when the call is cancelled
+or fails, or the release does, the name is kept and `end_lost_claims` ends whatever stands behind it. Knows nothing of
+payload bytes.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from headrace.blocks.block_codec import decode_header, encode_header
@@ -18,6 +21,7 @@ from headrace.core.ports import AlreadyStored, Lease, NotStored
 from headrace.core.retention import Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.fault_status import cache_faults
+from headrace.transfer.lost_claims import LostClaims
 from headrace.wire.v1 import block_store_pb2 as pb
 from headrace.wire.v1 import block_store_pb2_grpc as pb_grpc
 
@@ -33,6 +37,9 @@ class StoreCalls:
         self.clock = clock
         self.channel = channels.to(record.address)
         self._stub = pb_grpc.BlockStoreStub(self.channel)  # type: ignore[no-untyped-call]
+        self._lost = LostClaims(clock)
+        self._claims = secrets.token_hex(8)  # no other caller's names begin with it
+        self._num_claims = 0
 
     async def lease(
         self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention
@@ -41,6 +48,7 @@ class StoreCalls:
         sent = chain[: min(CHAIN_BLOCKS_MAX, first_block + LEASE_BLOCKS_MAX)]
         if first_block >= len(sent):
             return Lease(lease_id="", incarnation=self.record.incarnation, headers=(), slots=(), expires_in_ms=0)
+        name = self._new_name()
         request = pb.LeaseRequest(
             namespace=namespace,
             chain=b"".join(sent),
@@ -48,8 +56,10 @@ class StoreCalls:
             first_block=first_block,
             ttl_s=retention.ttl_s or 0.0,
             not_on_disk=not retention.on_disk,
+            claim_name=name,
         )
-        reply = await self._call(self._stub.Lease, request, deadline)
+        with self._lost_on_failure(name):
+            reply = await self._call(self._stub.Lease, request, deadline)
         try:
             headers = tuple(decode_header(block.header) for block in reply.blocks)
         except CacheFault:
@@ -64,26 +74,28 @@ class StoreCalls:
         )
 
     async def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:
-        """Never raises but for cancellation: what cannot be released expires."""
+        """Never raises but for cancellation: what cannot be released now is ended later, or expires."""
         if not lease_id:
             return
         request = pb.ReleaseRequest(lease_id=lease_id, suspect_blocks=suspects)
-        with suppress(CacheFault), cache_faults(self.record.node_id):
-            # When the node is away, its leases end with it, or by their own time.
+        with suppress(CacheFault), self._lost_on_failure(lease_id), cache_faults(self.record.node_id):
             await self._stub.Release(request, timeout=STORE_CALL_TIMEOUT_MS / 1_000)
 
     async def reserve(
         self, headers: Sequence[BlockHeader], *, deadline: Deadline, retention: Retention
     ) -> tuple[int, tuple[ClaimOutcome, ...]]:
         """The node's incarnation and one outcome per header. Raises StoreUnavailable, BlockCorrupt."""
+        name = self._new_name()
         request = pb.ReserveRequest(
             headers=[encode_header(header) for header in headers],
             ttl_s=retention.ttl_s or 0.0,
             not_on_disk=not retention.on_disk,
+            claim_name=name,
         )
-        reply = await self._call(self._stub.Reserve, request, deadline)
-        if len(reply.outcomes) != len(headers):
-            raise StoreUnavailable(self.record.node_id, "answered with another number of outcomes than was asked for")
+        with self._lost_on_failure(name):
+            reply = await self._call(self._stub.Reserve, request, deadline)
+            if len(reply.outcomes) != len(headers):
+                raise StoreUnavailable(self.record.node_id, "answered with another number of outcomes than asked for")
         outcomes = tuple(
             self._parse_outcome(header, outcome) for header, outcome in zip(headers, reply.outcomes, strict=True)
         )
@@ -95,10 +107,39 @@ class StoreCalls:
         await self._call(self._stub.Commit, request, deadline, lease_id=reservation_id, block_hash=header.block_hash)
 
     async def abort(self, reservation_id: str) -> None:
-        """Never raises but for cancellation: what cannot be aborted expires."""
+        """Never raises but for cancellation: what cannot be aborted now is ended later, or expires."""
         request = pb.AbortRequest(reservation_id=reservation_id)
-        with suppress(CacheFault), cache_faults(self.record.node_id):  # as in release
+        with suppress(CacheFault), self._lost_on_failure(reservation_id), cache_faults(self.record.node_id):
             await self._stub.Abort(request, timeout=STORE_CALL_TIMEOUT_MS / 1_000)
+
+    def give_up(self, claim_ids: Iterable[str]) -> None:
+        """End these with the lost ones, without waiting."""
+        for claim_id in claim_ids:
+            self._lost.add(claim_id)
+
+    async def end_lost_claims(self) -> None:
+        """Tell the node which claims to end; what it does not confirm is told again. Raises only cancellation."""
+        names = self._lost.names()
+        if not names:
+            return
+        with suppress(CacheFault), cache_faults(self.record.node_id):
+            await self._stub.EndClaims(pb.EndClaimsRequest(names=names), timeout=STORE_CALL_TIMEOUT_MS / 1_000)
+            self._lost.forget(names)
+
+    @contextmanager
+    def _lost_on_failure(self, name: str) -> Iterator[None]:
+        """Around a call after which a claim of this name may stand unless the call was answered."""
+        answered = False
+        try:
+            yield
+            answered = True
+        finally:
+            if not answered:
+                self._lost.add(name)
+
+    def _new_name(self) -> str:
+        self._num_claims += 1
+        return f"{self._claims}-{self._num_claims:x}"
 
     def _parse_outcome(self, header: BlockHeader, outcome: Any) -> ClaimOutcome:
         kinds = pb.ReserveOutcome

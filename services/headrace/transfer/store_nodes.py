@@ -7,13 +7,13 @@ incarnation is a new node. What is done with a node is the callers' business.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from headrace.core.block import BlockHeader, Chain, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, IndexUnavailable, StoreUnavailable
-from headrace.core.limits import MEMBER_REFRESH_MS, NODE_QUARANTINE_MS
+from headrace.core.limits import LOST_CLAIMS_RETRY_MS, MEMBER_REFRESH_MS, NODE_QUARANTINE_MS, RELEASE_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import BlockSink, BlockSource, Lease, Membership, Reservation, ReserveOutcome
 from headrace.core.retention import KEEP, Retention
@@ -35,18 +35,25 @@ class StoreNodeTable:
         self._channels = Channels()
         self._node_id_to_node: dict[str, _Node] = {}
         self._refresher: asyncio.Task[None] | None = None
+        self._settler: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the members once, then follow them."""
+        """Read the members once, then follow them, and end claims whose release was lost."""
         await self.refresh()
         self._refresher = asyncio.create_task(self._keep_fresh(), name="follow store nodes")
+        self._settler = asyncio.create_task(self._keep_settled(), name="end lost claims")
 
     async def stop(self) -> None:
         """Stop following and close everything. Idempotent."""
-        refresher, self._refresher = self._refresher, None
-        if refresher is not None:
-            refresher.cancel()
-            await asyncio.wait([refresher])
+        tasks = [task for task in (self._refresher, self._settler) if task is not None]
+        self._refresher = self._settler = None
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+            with suppress(TimeoutError):  # what is left ends by its own time
+                async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
+                    await self._end_lost_claims()
         for node in self._node_id_to_node.values():
             node.close()
         self._node_id_to_node.clear()
@@ -112,6 +119,16 @@ class StoreNodeTable:
             await asyncio.sleep(MEMBER_REFRESH_MS / 1000)
             await self.refresh()
 
+    async def _keep_settled(self) -> None:
+        while True:
+            await asyncio.sleep(LOST_CLAIMS_RETRY_MS / 1000)
+            await self._end_lost_claims()
+
+    async def _end_lost_claims(self) -> None:
+        async with asyncio.TaskGroup() as calls:
+            for node in self._node_id_to_node.values():
+                calls.create_task(node.end_lost_claims())
+
 
 @dataclass(slots=True)
 class _Health:
@@ -140,8 +157,15 @@ class _Node:
         self.record = record
         self.health = _Health(clock)
         self._memory = SharedMemoryStore(record, channels, clock) if record.host == host else None
+        self._grpc = GrpcStore(record, channels, clock)
         self.mapped = None if self._memory is None else _WatchedStore(self._memory, self.health)
-        self.remote = _WatchedStore(GrpcStore(record, channels, clock), self.health)
+        self.remote = _WatchedStore(self._grpc, self.health)
+
+    async def end_lost_claims(self) -> None:
+        """Have the node end what was claimed by either way and never given back. Raises nothing but cancellation."""
+        if self._memory is not None:
+            await self._memory.end_lost_claims()
+        await self._grpc.end_lost_claims()
 
     def close(self) -> None:
         """Drop the mapping, if there is one."""

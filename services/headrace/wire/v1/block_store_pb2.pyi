@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("namespace", "chain", "hash_bytes", "first_block", "ttl_s", "not_on_disk")
+    __slots__ = ("namespace", "chain", "hash_bytes", "first_block", "ttl_s", "not_on_disk", "claim_name")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     NOT_ON_DISK_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_NAME_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     chain: bytes
     hash_bytes: int
     first_block: int
     ttl_s: float
     not_on_disk: bool
-    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ...) -> None: ...
+    claim_name: str
+    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., claim_name: _Optional[str] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("lease_id", "incarnation", "expires_in_ms", "blocks")
@@ -80,14 +82,16 @@ class FetchRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("headers", "ttl_s", "not_on_disk")
+    __slots__ = ("headers", "ttl_s", "not_on_disk", "claim_name")
     HEADERS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     NOT_ON_DISK_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_NAME_FIELD_NUMBER: _ClassVar[int]
     headers: _containers.RepeatedScalarFieldContainer[bytes]
     ttl_s: float
     not_on_disk: bool
-    def __init__(self, headers: _Optional[_Iterable[bytes]] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ...) -> None: ...
+    claim_name: str
+    def __init__(self, headers: _Optional[_Iterable[bytes]] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., claim_name: _Optional[str] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("incarnation", "outcomes")
@@ -144,5 +148,15 @@ class AbortRequest(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ...) -> None: ...
 
 class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EndClaimsRequest(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class EndClaimsReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -66,6 +66,11 @@ class BlockStoreStub:
                 request_serializer=headrace_dot_v1_dot_block__store__pb2.AbortRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_block__store__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.EndClaims = channel.unary_unary(
+                '/headrace.v1.BlockStore/EndClaims',
+                request_serializer=headrace_dot_v1_dot_block__store__pb2.EndClaimsRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_block__store__pb2.EndClaimsReply.FromString,
+                _registered_method=True)
 
 
 class BlockStoreServicer:
@@ -107,7 +112,14 @@ class BlockStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Fetch and Fill carry raw payload bytes (identity serialisers) and are registered beside these under the same
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndClaims(self, request, context):
+        """End claims by name, also such whose reply never reached the caller or whose request is still on its way.
+        Fetch and Fill carry raw payload bytes (identity serialisers) and are registered beside these under the same
         service: /headrace.v1.BlockStore/Fetch  request: FetchRequest bytes, reply: stream of payload bytes, block after
         block: whole blocks, as many as FETCH_CHUNK_BYTES has room for, or one piece of a longer block. /headrace.v1.BlockStore/Fill  request: stream, the
         first message FillStart bytes, then payload chunks; reply: CommitReply bytes. Fill commits.
@@ -148,6 +160,11 @@ def add_BlockStoreServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=headrace_dot_v1_dot_block__store__pb2.AbortRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_block__store__pb2.AbortReply.SerializeToString,
+            ),
+            'EndClaims': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndClaims,
+                    request_deserializer=headrace_dot_v1_dot_block__store__pb2.EndClaimsRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_block__store__pb2.EndClaimsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -314,6 +331,33 @@ class BlockStore:
             '/headrace.v1.BlockStore/Abort',
             headrace_dot_v1_dot_block__store__pb2.AbortRequest.SerializeToString,
             headrace_dot_v1_dot_block__store__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndClaims(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.BlockStore/EndClaims',
+            headrace_dot_v1_dot_block__store__pb2.EndClaimsRequest.SerializeToString,
+            headrace_dot_v1_dot_block__store__pb2.EndClaimsReply.FromString,
             options,
             channel_credentials,
             insecure,
