@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headrace.blocks.block_codec import decode_header, verify_identity
 from headrace.blocks.disk_tier import DiskRecord, DiskTier
-from headrace.core.block import BlockHeader, Chain, NamespaceId, payload_digest
+from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId, payload_digest
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import BlockCorrupt, DeadlineExceeded, StoreUnavailable
 from headrace.core.limits import (
@@ -92,6 +92,25 @@ class DiskMover:
                         return
         except DeadlineExceeded:
             self._paused_until_s = self._clock.now_s() + DISK_PAUSE_MS / 1_000
+
+    async def read(self, namespace: NamespaceId, block_hash: BlockHash) -> tuple[BlockHeader, memoryview] | None:
+        """A block's copy on disk, whole, without bringing it into the arena; None when there is none that is whole, or
+        none came within PROMOTE_TIMEOUT_MS. Takes its turn among the readers, so that it slows promotion little."""
+        try:
+            async with Deadline.after(PROMOTE_TIMEOUT_MS / 1_000, self._clock).scope("read a block from disk"):
+                await self._reads.acquire()
+                block = self._disk.get((namespace, block_hash))
+                batch = [] if block is None else [_Read(block, block.waiting, block.record)]
+                reading = asyncio.get_running_loop().run_in_executor(self._reader, _read_all, self._tier, batch)
+                reading.add_done_callback(lambda _: self._reads.release())
+                copies = await reading
+        except DeadlineExceeded:
+            return None
+        for read, copy in zip(batch, copies, strict=True):
+            if copy is not None:
+                return copy.header, copy.payload
+            self._disk.drop_broken(read.block, read.record)
+        return None
 
     async def stop(self) -> None:
         """Let a write under way end, then end the threads. Nothing is promoted after this."""
