@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Overloaded, WorkerUnavailable
 from headrace.core.generation import (
+    ControlReport,
     DecodeCall,
     DecodeEvent,
     DeviceListing,
@@ -31,7 +32,7 @@ from headrace.core.generation import (
 )
 from headrace.core.limits import WORKER_ACCEPT_TIMEOUT_MS, WORKER_EVICT_TIMEOUT_MS
 from headrace.core.members import WorkerRecord
-from headrace_cluster.worker_replica import ACCEPTED, EvictCall, ListCall
+from headrace_cluster.worker_replica import ACCEPTED, EvictCall, ListCall, TtlCall
 
 OVERLOADED_RETRY_MS = 1_000
 
@@ -75,6 +76,17 @@ class RayWorkerCalls:
                 return listing
         raise WorkerUnavailable(worker.worker_id, "ended without a listing")
 
+    async def set_device_ttl(
+        self, worker: WorkerRecord, selector: EvictSelector, *, ttl_s: float | None
+    ) -> ControlReport:
+        """Have a prefix go from one worker's own pool at a moment, or take that back."""
+        handle = self._handle_of(worker)
+        call = TtlCall(worker_id=worker.worker_id, selector=selector, ttl_s=ttl_s)
+        async with aclosing(self._stream(handle, "set_device_ttl", call, WORKER_EVICT_TIMEOUT_MS)) as reports:
+            async for report in reports:
+                return report
+        raise WorkerUnavailable(worker.worker_id, "ended without a report")
+
     def _handle_of(self, worker: WorkerRecord) -> DeploymentHandle:
         return self._decode if worker.role.decodes or self._prefill is None else self._prefill
 
@@ -82,7 +94,7 @@ class RayWorkerCalls:
         self,
         handle: DeploymentHandle,
         method: str,
-        call: PrefillCall | DecodeCall | EvictCall | ListCall,
+        call: PrefillCall | DecodeCall | EvictCall | ListCall | TtlCall,
         timeout_ms: int,
     ) -> AsyncGenerator[Any, None]:
         """The worker's items after its acceptance. Whatever ends this generator ends the call on the worker."""

@@ -14,6 +14,7 @@ from ray import serve
 
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import (
+    ControlReport,
     DecodeCall,
     DecodeEvent,
     DeviceListing,
@@ -46,6 +47,15 @@ class ListCall:
     worker_id: WorkerId
     selector: EvictSelector
     limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class TtlCall:
+    """Gateway to worker: have a prefix go from your own pool at a moment."""
+
+    worker_id: WorkerId
+    selector: EvictSelector
+    ttl_s: float | None
 
 
 class WorkerReplica:
@@ -85,6 +95,12 @@ class WorkerReplica:
         self._check_addressed(call.worker_id)
         yield ACCEPTED
         yield self._worker.list_device(call.selector, limit=call.limit)
+
+    async def set_device_ttl(self, call: TtlCall) -> AsyncIterator[str | ControlReport]:
+        """Have a prefix go from this worker's pool at a moment, or take that back."""
+        self._check_addressed(call.worker_id)
+        yield ACCEPTED
+        yield self._worker.set_device_ttl(call.selector, ttl_s=call.ttl_s)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises: healthy means that it can serve a call now."""

@@ -18,6 +18,7 @@ from headrace.core.block import HashAlgorithm
 from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import (
+    ControlReport,
     DecodeCall,
     DecodeEvent,
     DeviceListing,
@@ -104,6 +105,11 @@ class Worker:
         """What this worker's pool holds."""
         listing: DeviceListing = self._worker.list_device(selector, limit=limit)
         return listing
+
+    def set_device_ttl(self, selector: EvictSelector, *, ttl_s: float | None) -> ControlReport:
+        """Have a prefix go from this worker's pool at a moment, or take that back."""
+        report: ControlReport = self._worker.set_device_ttl(selector, ttl_s=ttl_s)
+        return report
 
     def healthy(self) -> bool:
         """Whether a call sent now can be served."""

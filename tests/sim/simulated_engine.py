@@ -126,8 +126,12 @@ class SimulatedEngine:
         evicted = self.pool.evict(Selection(), dry_run=dry_run)
         return EvictReport("", evicted.num_blocks, 0, 0, evicted.num_kept, dry_run)
 
-    async def admit(self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline) -> Admission:
-        return await self._queue.admit(prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline)
+    async def admit(
+        self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline, ttl_s: float
+    ) -> Admission:
+        return await self._queue.admit(
+            prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline, ttl_s=ttl_s
+        )
 
     def release(self, admission: Admission) -> None:
         if admission.state is AdmissionState.HELD:
@@ -137,7 +141,7 @@ class SimulatedEngine:
     def mark_loaded(self, admission: Admission, num_blocks: int) -> None:
         assert admission.state is AdmissionState.HELD
         self._check_bytes(admission, num_blocks)
-        self.pool.hash_blocks(admission.prompt, admission.block_ids[:num_blocks])
+        self.pool.hash_blocks(admission.prompt, admission.block_ids[:num_blocks], ttl_s=admission.ttl_s)
 
     async def run(
         self,
@@ -184,7 +188,7 @@ class SimulatedEngine:
             before = self.kv.blocks[admission.block_ids[position - 1]] if position else b""
             self.kv.blocks[block_id] = block_kv(before, hashed.block_token_ids(position))
             if leaves_blocks:
-                self.pool.hash_blocks(hashed, admission.block_ids[: position + 1])
+                self.pool.hash_blocks(hashed, admission.block_ids[: position + 1], ttl_s=admission.ttl_s)
                 self._know(hashed)
                 self.pool.ref(block_id)
                 yield FilledBlock(

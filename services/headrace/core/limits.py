@@ -415,6 +415,16 @@ AFFINITY_KEY_CHARS_MAX = 256
 # Shortest time to live: the scan for what is over runs each second, and a request must end before its blocks do.
 TTL_S_MIN = 10
 
+# How soon a worker looks again for blocks of its pool whose time is over: each look passes over all that it keeps,
+# 70,000 blocks in about 10 ms, and nobody is promised less than a second.
+DEVICE_EXPIRY_SCAN_MS = 1_000
+
+# Orders that a worker keeps about prefixes which go at a moment, and of one namespace: a tenant may order for its own
+# blocks and must leave room for others. With the tokens of their prefixes (36 bytes each) they are 36 MB at the bound.
+DEVICE_ORDERS_MAX = 1_024
+DEVICE_ORDERS_PER_NAMESPACE_MAX = 64
+DEVICE_ORDER_TOKENS_MAX = 1_000_000
+
 # Longest time to live, 366 days: longer is "until room is needed", which is the default.
 TTL_S_MAX = 366 * 86_400
 

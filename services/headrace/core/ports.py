@@ -11,6 +11,7 @@ from typing import Protocol
 from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, Tier
 from headrace.core.clock import Deadline
 from headrace.core.generation import (
+    ControlReport,
     DecodeCall,
     DecodeEvent,
     DeviceListing,
@@ -210,4 +211,11 @@ class WorkerCalls(Protocol):
 
     async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
         """What a worker's own pool holds, heads first, and its books as they are now."""
+        ...
+
+    async def set_device_ttl(
+        self, worker: WorkerRecord, selector: EvictSelector, *, ttl_s: float | None
+    ) -> ControlReport:
+        """Have a prefix go from a worker's own pool `ttl_s` seconds from now, also what comes there until then; None
+        takes such an order back. "not held": nothing of it is there now; the order stands all the same."""
         ...

@@ -5,6 +5,7 @@ event loop. It knows nothing of steps or of models.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Admission:
     use_device: bool
     num_valid_blocks: int  # leading blocks that hold the prompt's KV and may be shared: not to be written any more
     key: int  # grows in the order of admission
+    ttl_s: float  # how long what this sequence uses or leaves in the pool is kept after the last use
     state: AdmissionState = field(default=AdmissionState.HELD)
 
 
@@ -46,6 +48,7 @@ class _Waiter:
     prompt: HashedPrompt
     num_blocks: int
     use_device: bool
+    ttl_s: float
     admitted: asyncio.Future[Admission]
 
 
@@ -64,14 +67,16 @@ class AdmissionQueue:
         """Prompts in the queue."""
         return len(self._waiters)
 
-    async def admit(self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline) -> Admission:
+    async def admit(
+        self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline, ttl_s: float = math.inf
+    ) -> Admission:
         """Wait for `num_blocks` blocks. Raises InvalidRequest, Overloaded, DeadlineExceeded; then nothing is held."""
         self._refuse_oversized(prompt, num_blocks)
         if len(self._waiters) >= WORKER_WAITING_MAX:
             raise Overloaded(
                 f"{WORKER_WAITING_MAX} sequences already wait for KV blocks here", retry_after_ms=WORKER_RETRY_AFTER_MS
             )
-        waiter = _Waiter(prompt, num_blocks, use_device, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(prompt, num_blocks, use_device, ttl_s, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self.grant()
         delivered = False
@@ -96,7 +101,12 @@ class AdmissionQueue:
             shared_max = len(prompt.chain)
             if waiter.num_blocks > shared_max:
                 shared_max = (len(prompt.token_ids) - 1) // prompt.block_tokens
-            taken = self._pool.take(waiter.num_blocks, prompt=prompt, shared_max=shared_max if waiter.use_device else 0)
+            taken = self._pool.take(
+                waiter.num_blocks,
+                prompt=prompt,
+                shared_max=shared_max if waiter.use_device else 0,
+                ttl_s=waiter.ttl_s,
+            )
             if isinstance(taken, Short):
                 return
             self._waiters.popleft()
@@ -111,6 +121,7 @@ class AdmissionQueue:
                     use_device=waiter.use_device,
                     num_valid_blocks=taken.num_shared,
                     key=self._num_admitted,
+                    ttl_s=waiter.ttl_s,
                 )
             )
 

@@ -8,19 +8,22 @@ This file owns block ids and nothing else; the bytes are `PagedKV`'s. Each block
 
 A block with a hash is immutable, holds verified bytes and can be found by that hash. Residency is prefix-closed: the
 parent of every hashed block is hashed too (or it is block 0 of its chain), so a chain is never found with a gap.
-Blocks kept for reuse are evicted longest unused first, and a child before its parent.
+Blocks kept for reuse are evicted longest unused first, and a child before its parent. A block may have a time to live
+(`ttl_s`, infinite for none) that runs from its last use; of its users' times the longest holds.
 
 All methods are thread-safe (one lock, held for dictionary work only). Callbacks: `on_freed` runs after the lock is
 released, in the thread that gave blocks back; `on_hashes` runs under the lock, so that a listener sees changes in
 order, and must neither block nor call the pool.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.block import BlockHash, Chain, HashedPrompt, NamespaceId, root_hash
 from headrace.core.clock import Clock, SystemClock
+from headrace.engine.pool_block import HashedBlock, PoolBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +71,6 @@ class Evicted:
     block_hashes: Chain = field(default=(), compare=False)  # the freed ones
 
 
-@dataclass(frozen=True, slots=True)
-class PoolBlock:
-    """One hashed block as it is now."""
-
-    namespace: NamespaceId
-    block_hash: BlockHash
-    parent_hash: BlockHash
-    position: int
-    token_ids: tuple[int, ...]
-    references: int
-    hits: int  # times it was taken by hash
-    age_s: float  # since it was hashed
-    idle_s: float  # since it was last given back; 0 while it is held
-
-
 @dataclass(slots=True)
 class PoolCounters:
     """What happened since the pool was made; only ever rising, in blocks but for `lookups`."""
@@ -91,22 +79,6 @@ class PoolCounters:
     lookups_blocks: int = 0  # asked for by hash, by new prompts that may use the pool
     hits_blocks: int = 0
     evicted_blocks: int = 0  # hashed blocks that stopped being findable
-
-
-@dataclass(slots=True)
-class _Hashed:
-    """What a hashed block stands for. Compared on use, so that a hash collision is a miss."""
-
-    block_id: int
-    namespace: NamespaceId
-    block_hash: BlockHash
-    parent_hash: BlockHash
-    position: int
-    token_ids: tuple[int, ...]
-    narrowed_from: tuple[NamespaceId, ...]
-    created_unix_ms: int
-    last_used_s: float
-    hits: int = 0
 
 
 class BlockPool:
@@ -129,7 +101,7 @@ class BlockPool:
         self._lock = threading.Lock()
         self._free = list(reversed(range(num_blocks)))
         self._references = [0] * num_blocks
-        self._hashed: dict[int, _Hashed] = {}  # block id -> what it stands for
+        self._hashed: dict[int, HashedBlock] = {}  # block id -> what it stands for
         self._hash_to_block: dict[BlockHash, int] = {}
         self._children: dict[BlockHash, set[BlockHash]] = {}  # hashed children of a hash; no empty sets
         self._kept: dict[int, None] = {}  # unreferenced hashed blocks, longest unused first
@@ -146,11 +118,14 @@ class BlockPool:
         with self._lock:
             return len(self._kept)
 
-    def take(self, num_blocks: int, *, prompt: HashedPrompt | None = None, shared_max: int = 0) -> Taken | Short:
+    def take(
+        self, num_blocks: int, *, prompt: HashedPrompt | None = None, shared_max: int = 0, ttl_s: float = math.inf
+    ) -> Taken | Short:
         """Take `num_blocks` blocks, the leading ones by hash as far as `prompt`'s chain is resident.
 
-        At most `shared_max` blocks come by hash. The rest are fresh: their bytes are undefined, and blocks kept for
-        reuse are evicted for them, only as many as are missing. All or nothing.
+        At most `shared_max` blocks come by hash; they are kept for at least `ttl_s` after this use. The rest are fresh:
+        their bytes are undefined, and blocks kept for reuse are evicted for them, only as many as are missing. All or
+        nothing.
         """
         assert num_blocks >= 0
         with self._lock:
@@ -159,8 +134,11 @@ class BlockPool:
             available = len(self._free) + len(self._kept) - sum(block_id in self._kept for block_id in shared)
             if needed > available:
                 return Short(needed=needed, available=available)
+            now_s = self._clock.now_s()
             for block_id in shared:
-                self._hold(block_id)
+                self._references[block_id] += 1
+                self._kept.pop(block_id, None)
+                self._hashed[block_id].use(now_s, ttl_s)
                 self._hashed[block_id].hits += 1
             while len(self._free) < needed:
                 self._evict_one()
@@ -198,8 +176,9 @@ class BlockPool:
         if num_given_back:
             self._on_freed()
 
-    def hash_blocks(self, prompt: HashedPrompt, block_ids: Sequence[int]) -> None:
+    def hash_blocks(self, prompt: HashedPrompt, block_ids: Sequence[int], *, ttl_s: float = math.inf) -> None:
         """Make the leading blocks of a sequence findable: block_ids[i] holds the verified KV of `prompt`'s block i.
+        They are kept for at least `ttl_s` after this use.
 
         The caller holds a reference to each and never writes to them again. A hash that is resident already keeps the
         block it has; the caller's copy then stays its own and is freed with it. All ancestors are passed each time,
@@ -208,16 +187,20 @@ class BlockPool:
         assert len(block_ids) <= len(prompt.chain)
         stored = []
         with self._lock:
+            now_s = self._clock.now_s()
             for index, block_id in enumerate(block_ids):
                 block_hash = prompt.chain[index]
                 assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
-                if block_hash in self._hash_to_block or block_id in self._hashed:
+                resident = self._hash_to_block.get(block_hash)
+                if resident is not None:
+                    self._hashed[resident].use(now_s, ttl_s)
+                if resident is not None or block_id in self._hashed:
                     continue
                 parent_hash = prompt.parent_of(index)
                 assert index == 0 or parent_hash in self._hash_to_block
                 self._hash_to_block[block_hash] = block_id
                 self._children.setdefault(parent_hash, set()).add(block_hash)
-                self._hashed[block_id] = _Hashed(
+                self._hashed[block_id] = HashedBlock(
                     block_id=block_id,
                     namespace=prompt.namespace,
                     block_hash=block_hash,
@@ -226,7 +209,8 @@ class BlockPool:
                     token_ids=prompt.block_token_ids(index),
                     narrowed_from=prompt.narrowed_from,
                     created_unix_ms=self._clock.unix_ms(),
-                    last_used_s=self._clock.now_s(),
+                    last_used_s=now_s,
+                    ttl_s=ttl_s,
                 )
                 stored.append(block_hash)
             if stored:
@@ -253,23 +237,44 @@ class BlockPool:
             self._on_freed()
         return Evicted(num_blocks=len(leaving), num_kept=kept, block_hashes=tuple(leaving))
 
+    def evict_expired(self) -> float:
+        """Free the blocks that nobody holds and whose time to live is over, a parent after its children.
+
+        Returns the seconds until the next of those left is over, infinite when none has a time to live.
+        """
+        next_s = math.inf
+        with self._lock:
+            now_s, over = self._clock.now_s(), list[HashedBlock]()
+            for hashed in (self._hashed[block_id] for block_id in self._kept):
+                if hashed.expires_s <= now_s:
+                    over.append(hashed)
+                else:
+                    next_s = min(next_s, hashed.expires_s - now_s)
+            for hashed in sorted(over, key=lambda hashed: -hashed.position):
+                if hashed.block_hash not in self._children:
+                    self._forget(hashed.block_id)
+        if over:
+            self._on_freed()
+        return next_s
+
+    def forget(self, selection: Selection) -> int:
+        """Have the selected blocks and all that stand on them found no more; returns how many. Those in use are freed
+        with their last reference, and a sequence under way may share its own again with the next block it fills."""
+        with self._lock:
+            going = self._descendants(self._select(selection))
+            for block_hash in reversed(going):
+                self._forget(self._hash_to_block[block_hash])
+        if going:
+            self._on_freed()
+        return len(going)
+
     def describe(self, selection: Selection) -> list[PoolBlock]:
         """The selected hashed blocks, held or kept, parents before children."""
         now_s, unix_ms = self._clock.now_s(), self._clock.unix_ms()
         with self._lock:
             hashed = [self._hashed[self._hash_to_block[block_hash]] for block_hash in self._select(selection)]
             return [
-                PoolBlock(
-                    namespace=each.namespace,
-                    block_hash=each.block_hash,
-                    parent_hash=each.parent_hash,
-                    position=each.position,
-                    token_ids=each.token_ids,
-                    references=self._references[each.block_id],
-                    hits=each.hits,
-                    age_s=max(0.0, (unix_ms - each.created_unix_ms) / 1_000),
-                    idle_s=0.0 if self._references[each.block_id] else max(0.0, now_s - each.last_used_s),
-                )
+                each.describe(references=self._references[each.block_id], now_s=now_s, unix_ms=unix_ms)
                 for each in hashed
             ]
 
@@ -315,11 +320,6 @@ class BlockPool:
                 break
             block_ids.append(block_id)
         return block_ids
-
-    def _hold(self, block_id: int) -> None:
-        self._references[block_id] += 1
-        self._kept.pop(block_id, None)
-        self._hashed[block_id].last_used_s = self._clock.now_s()
 
     def _evict_one(self) -> None:
         """Free the longest unused block without children. When each has a held descendant (a reader kept a tail

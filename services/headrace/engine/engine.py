@@ -12,6 +12,7 @@ It knows nothing of stores, of the index or of where loaded bytes came from.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -104,11 +105,14 @@ class Engine:
             if self._thread.is_alive():
                 raise WorkerUnavailable("", f"its engine's step has not ended within {ENGINE_STOP_TIMEOUT_MS} ms")
 
-    async def admit(self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline) -> Admission:
+    async def admit(
+        self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline, ttl_s: float = math.inf
+    ) -> Admission:
         """Wait, first come first served, for `num_blocks` blocks; more are taken when the sequence outgrows them.
 
         use_device: leading blocks come from the pool by hash, as far as it holds them; all but the block of the last
         token when `num_blocks` is more than the prompt's full blocks.
+        ttl_s: how long blocks that the sequence uses or leaves in the pool are kept after their last use, at least.
         Raises InvalidRequest when it can never fit, Overloaded when the queue is full, DeadlineExceeded,
         WorkerUnavailable. The admission is held until `release`, or until a run on it has ended.
         """
@@ -116,7 +120,9 @@ class Engine:
         assert prompt.token_ids
         if self._stopping or self._ended:
             raise _stopped()
-        return await self._queue.admit(prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline)
+        return await self._queue.admit(
+            prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline, ttl_s=ttl_s
+        )
 
     def release(self, admission: Admission) -> None:
         """Give the blocks back, and cancel the run if there is one; it gives them back after the step under way.
@@ -136,7 +142,7 @@ class Engine:
         """Blocks [0, num_blocks) hold verified bytes now: share them by hash. They are not to be written any more."""
         assert admission.state is AdmissionState.HELD
         assert num_blocks <= len(admission.prompt.chain)
-        self.pool.hash_blocks(admission.prompt, admission.block_ids[:num_blocks])
+        self.pool.hash_blocks(admission.prompt, admission.block_ids[:num_blocks], ttl_s=admission.ttl_s)
         admission.num_valid_blocks = max(admission.num_valid_blocks, num_blocks)
 
     async def run(
@@ -322,7 +328,7 @@ class Engine:
 
     def _resume(self, run: Run, num_blocks: int) -> None:
         prompt, shared_max = run.reusable
-        taken = self.pool.take(num_blocks, prompt=prompt, shared_max=shared_max)
+        taken = self.pool.take(num_blocks, prompt=prompt, shared_max=shared_max, ttl_s=run.admission.ttl_s)
         if not isinstance(taken, Short):  # another thread may have taken blocks since: then it is planned again
             run.resume(list(taken.block_ids), num_shared=taken.num_shared)
         self._publish_counts()
@@ -341,7 +347,8 @@ class Engine:
         hashed = run.computed(stop)
         if hashed is None:
             return
-        self.pool.hash_blocks(hashed, run.block_ids[: stop // self._block_tokens])
+        num_full = stop // self._block_tokens
+        self.pool.hash_blocks(hashed, run.block_ids[:num_full], ttl_s=run.admission.ttl_s)
         for filled in run.unreported_blocks():
             self.pool.ref(filled.block_id)
             run.stream.send(filled)

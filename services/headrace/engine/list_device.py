@@ -4,7 +4,8 @@ from headrace.core.block import BlockHash, KvLayout, Namespace, NamespaceId, Tie
 from headrace.core.generation import BlockInfo, DeviceListing, EvictSelector, HolderStat
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import WorkerRecord
-from headrace.engine.block_pool import BlockPool, PoolBlock, Selection
+from headrace.engine.block_pool import BlockPool, Selection
+from headrace.engine.pool_block import PoolBlock
 
 
 def list_device(pool: BlockPool, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
@@ -57,6 +58,7 @@ def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
         age_s=block.age_s,
         idle_s=block.idle_s,
         leases=block.references,
+        expires_unix_ms=block.expires_unix_ms,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from headrace.core.clock import Clock
 from headrace.core.generation import (
+    ControlReport,
     DecodeCall,
     DecodeEvent,
     DeviceListing,
@@ -66,3 +67,9 @@ class TimedWorkerCalls:
     async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
         """As WorkerCalls.list_device."""
         return await self._calls.list_device(worker, selector, limit=limit)
+
+    async def set_device_ttl(
+        self, worker: WorkerRecord, selector: EvictSelector, *, ttl_s: float | None
+    ) -> ControlReport:
+        """As WorkerCalls.set_device_ttl."""
+        return await self._calls.set_device_ttl(worker, selector, ttl_s=ttl_s)

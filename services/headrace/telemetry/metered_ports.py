@@ -13,6 +13,7 @@ from headrace.core.block import BlockHash, BlockHeader, CacheSource, Chain, Hold
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import IndexUnavailable
 from headrace.core.generation import (
+    ControlReport,
     DecodeCall,
     DecodeEvent,
     DeviceListing,
@@ -207,6 +208,12 @@ class MeteredWorkerCalls:
     async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
         """As WorkerCalls.list_device."""
         return await self._calls.list_device(worker, selector, limit=limit)
+
+    async def set_device_ttl(
+        self, worker: WorkerRecord, selector: EvictSelector, *, ttl_s: float | None
+    ) -> ControlReport:
+        """As WorkerCalls.set_device_ttl."""
+        return await self._calls.set_device_ttl(worker, selector, ttl_s=ttl_s)
 
     async def evict_device(self, worker: WorkerRecord, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """As WorkerCalls.evict_device."""

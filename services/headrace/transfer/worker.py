@@ -5,6 +5,7 @@ call: admit, load what is held elsewhere, share it. What a call then computes is
 """
 
 import asyncio
+import math
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +16,7 @@ from headrace.core.block import CacheSource, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, IndexUnavailable, WorkerUnavailable
 from headrace.core.generation import (
+    ControlReport,
     DecodeCall,
     DeviceListing,
     EvictReport,
@@ -30,6 +32,7 @@ from headrace.engine.block_pool import Short
 from headrace.engine.engine import Admission, Engine
 from headrace.engine.event_stream import FilledBlock
 from headrace.engine.list_device import list_device
+from headrace.transfer.device_expiry import DeviceExpiry
 from headrace.transfer.load_prefix import LoadPlan, load_prefix
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
@@ -106,6 +109,7 @@ class Worker:
             model_path=str(engine.model.path),
             metrics_port=metrics_port,
         )
+        self._expiry = DeviceExpiry(engine.pool, self._identity, clock=clock)
 
     async def start(self) -> None:
         """Be ready, then be seen: the record is announced last. Idempotent."""
@@ -114,6 +118,7 @@ class Worker:
         self.engine.start()
         await self._node_table.start()
         self.publisher.start()
+        self._expiry.start()
         self._serving = True
         await self._announce()
         self._announcer = asyncio.create_task(self._keep_announced(), name="announce worker")
@@ -130,6 +135,7 @@ class Worker:
         try:
             await self.engine.stop()
         finally:
+            await self._expiry.stop()
             await self.publisher.stop()
             await self._node_table.stop()
 
@@ -137,7 +143,8 @@ class Worker:
         """Whether a request sent now can be served, and the tasks behind it live. Being busy is healthy."""
         if not self._serving or self._announcer is None or self._announcer.done():
             return False
-        return self.engine.healthy() and self.publisher.running and self._node_table.following
+        tasks_run = self.publisher.running and self._expiry.running and self._node_table.following
+        return self.engine.healthy() and tasks_run
 
     def record(self) -> WorkerRecord:
         """Who this worker is and how loaded it is now."""
@@ -160,6 +167,10 @@ class Worker:
     def list_device(self, selector: EvictSelector, *, limit: int) -> DeviceListing:
         """What this worker's pool holds, heads first, and its books as they are now."""
         return list_device(self.engine.pool, self._identity, selector, limit=limit)
+
+    def set_device_ttl(self, selector: EvictSelector, *, ttl_s: float | None) -> ControlReport:
+        """As WorkerCalls.set_device_ttl."""
+        return self._expiry.order(selector, ttl_s=ttl_s)
 
     @property
     def attempts_running(self) -> int:
@@ -212,9 +223,13 @@ class Worker:
         The blocks are held for the length of the scope and given back on every way out of it. Raises Overloaded,
         InvalidRequest (can never fit), DeadlineExceeded; never a CacheFault.
         """
-        sources = request.cache.sources
+        sources, ttl_s = request.cache.sources, request.cache.retention.ttl_s
         admission = await self.engine.admit(
-            request.prompt, num_blocks=num_blocks, use_device=CacheSource.DEVICE in sources, deadline=deadline
+            request.prompt,
+            num_blocks=num_blocks,
+            use_device=CacheSource.DEVICE in sources,
+            deadline=deadline,
+            ttl_s=math.inf if ttl_s is None else ttl_s,
         )
         try:
             num_device = min(admission.num_device_blocks, reusable_blocks)
@@ -253,7 +268,7 @@ class Worker:
             return []
         prompt, pool = request.prompt, self.engine.pool
         num_wanted = min(held.num_blocks, pool.resident_blocks(prompt))
-        taken = pool.take(num_wanted, prompt=prompt, shared_max=num_wanted)
+        taken = pool.take(num_wanted, prompt=prompt, shared_max=num_wanted, ttl_s=held.admission.ttl_s)
         if isinstance(taken, Short):
             return []
         pool.unref_all(taken.block_ids[taken.num_shared :])

@@ -353,6 +353,15 @@ class PoolMachine(RuleBasedStateMachine):
         _, block_ids, _ = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         self.pool.unref_all(block_ids)
 
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def forget(self, tokens: list[int]) -> None:
+        """As an operator's order does at its moment: nothing is found below the root, and nobody loses a block."""
+        prompt = make_prompt(tokens)
+        held = self.held
+        self.pool.forget(Selection(roots=frozenset(prompt.chain[-1:])))
+        assert self.pool.resident_blocks(prompt) < len(tokens)
+        assert not held & set(self.pool._free)
+
     @rule(tokens=st.lists(st.integers(0, 1), max_size=3), dry_run=st.booleans())
     def evict(self, tokens: list[int], dry_run: bool) -> None:
         chain = make_prompt(tokens).chain

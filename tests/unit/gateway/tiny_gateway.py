@@ -21,6 +21,7 @@ from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import (
     CachedTokens,
+    ControlReport,
     DecodeCall,
     DeviceListing,
     EvictReport,
@@ -41,6 +42,7 @@ from headrace.engine.block_pool import BlockPool
 from headrace.engine.list_device import list_device
 from headrace.gateway.service import GatewayService
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
+from headrace.transfer.device_expiry import DeviceExpiry
 
 BLOCK_TOKENS = 4
 MODEL = "tiny"
@@ -117,7 +119,11 @@ class TinyWorker:
     calls: list[DecodeCall | PrefillCall] = field(default_factory=list)
     open_calls: int = 0
     tokens_made: int = 0
-    pool: BlockPool = field(default_factory=lambda: BlockPool(1_000))
+    clock: Clock = field(default_factory=SystemClock)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(1_000, clock=self.clock)
+        self.expiry = DeviceExpiry(self.pool, self.record, clock=self.clock)  # its step is the test's to call
 
 
 @dataclass
@@ -180,6 +186,14 @@ class TinyCalls:
         if tiny.fails is not None:
             raise tiny.fails
         return list_device(tiny.pool, tiny.record, selector, limit=limit)
+
+    async def set_device_ttl(
+        self, worker: WorkerRecord, selector: EvictSelector, *, ttl_s: float | None
+    ) -> ControlReport:
+        tiny = self.workers[worker.worker_id]
+        if tiny.fails is not None:
+            raise tiny.fails
+        return tiny.expiry.order(selector, ttl_s=ttl_s)
 
     async def _misbehave(self, worker: TinyWorker) -> None:
         if worker.hangs:
@@ -275,7 +289,7 @@ async def tiny_gateway(
     for record in records:
         await membership.announce(replace(record, model_path=model_path), ttl_ms=100 * MEMBER_TTL_MS)
     real_index = MemoryIndex(membership)
-    calls = TinyCalls({record.worker_id: TinyWorker(record) for record in records}, real_index)
+    calls = TinyCalls({record.worker_id: TinyWorker(record, clock=clock) for record in records}, real_index)
     observer = CountingObserver()
     service = GatewayService(
         index=index or real_index,

@@ -1,0 +1,123 @@
+"""When blocks of a worker's own pool go by time: those whose time to live is over, and prefixes that an order names.
+
+Owns the orders until their moment comes, and the task that looks. An order is kept whether or not the pool holds the
+prefix now, since a request may load it from a store node before the moment. Times to live are the pool's own account;
+when store nodes drop their copies is theirs to know. Orders end with the worker: one that starts later has none.
+"""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+
+from headrace.core.clock import Clock
+from headrace.core.generation import ControlOutcome, ControlReport, EvictSelector
+from headrace.core.limits import (
+    DEVICE_EXPIRY_SCAN_MS,
+    DEVICE_ORDER_TOKENS_MAX,
+    DEVICE_ORDERS_MAX,
+    DEVICE_ORDERS_PER_NAMESPACE_MAX,
+    TTL_S_MIN,
+)
+from headrace.core.members import WorkerRecord
+from headrace.engine.block_pool import BlockPool, Selection
+from headrace.engine.list_device import pool_selection
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Blocks that go at a moment of the worker's clock, however much they are used until then."""
+
+    selection: Selection
+    at_s: float
+
+
+class DeviceExpiry:
+    """One worker's pool and the clock. All methods belong to the worker's event loop."""
+
+    def __init__(self, pool: BlockPool, worker: WorkerRecord, *, clock: Clock) -> None:
+        self._pool = pool
+        self._worker = worker
+        self._clock = clock
+        self._orders: dict[EvictSelector, _Order] = {}  # by what they name: a later order on the same replaces it
+        self._changed = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look; call from the event loop."""
+        assert self._owner is None
+        self._owner = asyncio.create_task(self._keep_expiring(), name="expire device blocks")
+
+    async def stop(self) -> None:
+        """End the task. Idempotent."""
+        owner, self._owner = self._owner, None
+        if owner is None:
+            return
+        owner.cancel()
+        await asyncio.wait([owner])
+        if not owner.cancelled():
+            owner.result()
+
+    @property
+    def running(self) -> bool:
+        """Whether the task lives; without it blocks outlast their time."""
+        return self._owner is not None and not self._owner.done()
+
+    def order(self, selector: EvictSelector, *, ttl_s: float | None) -> ControlReport:
+        """Have what `selector` names, and all that stands on it, go `ttl_s` seconds from now; None takes an order on
+        the same back. Refused when too many are kept."""
+        selection = pool_selection(selector, self._worker.namespace)
+        if selection is None:
+            return self._report(ControlOutcome.NOT_HELD, num_blocks=0)
+        num_blocks = len(self._pool.describe(selection))
+        if ttl_s is None:
+            known = self._orders.pop(selector, None) is not None or num_blocks > 0
+            return self._report(ControlOutcome.DONE if known else ControlOutcome.NOT_HELD, num_blocks=num_blocks)
+        why = self._why_refused(selector)
+        if why:
+            return self._report(ControlOutcome.REFUSED, num_blocks=num_blocks, why=why)
+        self._orders[selector] = _Order(selection, self._clock.now_s() + ttl_s)
+        self._changed.set()
+        until_unix_ms = self._clock.unix_ms() + round(ttl_s * 1_000)
+        outcome = ControlOutcome.DONE if num_blocks else ControlOutcome.NOT_HELD
+        return self._report(outcome, num_blocks=num_blocks, until_unix_ms=until_unix_ms)
+
+    def step(self) -> float:
+        """Drop what is due; returns the seconds until there may be more."""
+        now_s = self._clock.now_s()
+        for selector in [selector for selector, order in self._orders.items() if order.at_s <= now_s]:
+            self._pool.forget(self._orders.pop(selector).selection)
+        next_s = self._pool.evict_expired()
+        next_order_s = min((order.at_s - now_s for order in self._orders.values()), default=next_s)
+        # Nothing that is used from now on is over before TTL_S_MIN.
+        return min(max(min(next_s, next_order_s), DEVICE_EXPIRY_SCAN_MS / 1_000), TTL_S_MIN)
+
+    async def _keep_expiring(self) -> None:
+        while True:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.step()):
+                    await self._changed.wait()
+
+    def _why_refused(self, selector: EvictSelector) -> str:
+        others = [other for other in self._orders if other != selector]
+        of_namespace = sum(other.namespace == selector.namespace for other in others)
+        num_tokens = sum(len(other.prefix_token_ids) for other in others) + len(selector.prefix_token_ids)
+        if len(others) >= DEVICE_ORDERS_MAX or of_namespace >= DEVICE_ORDERS_PER_NAMESPACE_MAX:
+            return f"it keeps {len(others)} orders, {of_namespace} of this namespace; take one back or wait for it"
+        if num_tokens > DEVICE_ORDER_TOKENS_MAX:
+            return f"the prefixes of its orders would have {num_tokens} tokens; at most {DEVICE_ORDER_TOKENS_MAX}"
+        return ""
+
+    def _report(
+        self, outcome: ControlOutcome, *, num_blocks: int, why: str = "", until_unix_ms: int = 0
+    ) -> ControlReport:
+        layout = self._worker.namespace.layout
+        return ControlReport(
+            holder=self._worker.holder_id,
+            outcome=outcome,
+            blocks=num_blocks,
+            tokens=num_blocks * layout.block_tokens,
+            bytes=num_blocks * layout.block_bytes,
+            until_unix_ms=until_unix_ms,
+            why=why,
+        )

@@ -1,0 +1,140 @@
+"""A worker's pool and the clock, on virtual time: what a request or an operator bounds is not found after its time."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from simulated_engine import LAYOUT, NAMESPACE, make_prompt
+from simulated_world import EVERYTHING, World, answer_of
+from virtual_loop import run_virtual
+
+from headrace.core.generation import CacheControl, ControlOutcome, EvictSelector
+from headrace.core.limits import DEVICE_ORDER_TOKENS_MAX, DEVICE_ORDERS_PER_NAMESPACE_MAX
+from headrace.core.members import WorkerRole
+from headrace.core.retention import Retention
+from headrace.decode.decode_tokens import decode_tokens
+
+B = LAYOUT.block_tokens
+TOKENS = [7, 1, 4, 9, 2, 2, 8, 5, 3, 3, 1, 6, 9]  # three blocks and one token
+FOR_A_MINUTE = replace(EVERYTHING, retention=Retention(ttl_s=60))
+HEAD = EvictSelector(namespace=NAMESPACE.id, prefix_token_ids=tuple(TOKENS[: 2 * B]))
+
+
+def with_worker(test):
+    """Run `test(worker, ask)` on virtual time; `ask` has the worker decode TOKENS."""
+
+    def run():
+        async def main(clock):
+            world = World(clock)
+            worker = await world.add_worker("w-0", WorkerRole.BOTH)
+
+            async def ask(cache: CacheControl = EVERYTHING, max_tokens: int = 2):
+                request = world.request(TOKENS, max_tokens=max_tokens, cache=cache)
+                return await answer_of(decode_tokens(world.decode_call(worker, request), worker))
+
+            await test(worker, ask)
+            await world.stop()
+            await asyncio.sleep(60)
+            world.check_at_rest()
+
+        run_virtual(main, seed=1)
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def held(worker) -> int:
+    return worker.engine.pool.resident_blocks(make_prompt(TOKENS))
+
+
+@with_worker
+async def test_what_a_request_bounds_goes_from_the_pool_unless_it_is_used(worker, ask):
+    """Fails when the device tier keeps blocks over their time, or a use does not start it anew."""
+    await ask(FOR_A_MINUTE)
+    await asyncio.sleep(50)
+    await ask(FOR_A_MINUTE)
+    await asyncio.sleep(50)
+    assert held(worker) == 3
+    await asyncio.sleep(12)
+    assert held(worker) == 0
+    assert worker.healthy()
+
+
+@with_worker
+async def test_a_request_without_a_bound_keeps_what_another_bounded(worker, ask):
+    """Fails when the shorter time holds, or a read does not count."""
+    await ask(FOR_A_MINUTE)
+    await ask()
+    await asyncio.sleep(10_000)
+    assert held(worker) == 3
+
+
+@with_worker
+async def test_an_order_takes_a_prefix_at_its_moment_however_much_it_is_used(worker, ask):
+    """Fails when use moves the moment, a prefix that came after the order is spared, or others go too."""
+    report = worker.set_device_ttl(HEAD, ttl_s=30)
+    assert (report.holder, report.outcome, report.blocks) == ("worker:w-0", ControlOutcome.NOT_HELD, 0)
+    await ask()
+    report = worker.set_device_ttl(HEAD, ttl_s=30)
+    assert (report.outcome, report.blocks, report.tokens) == (ControlOutcome.DONE, 2, 2 * B)
+    for _ in range(5):
+        await asyncio.sleep(5)
+        await ask()
+    assert held(worker) == 3
+    running = asyncio.create_task(ask(max_tokens=1_000))
+    await asyncio.sleep(6)
+    assert not running.done()
+    assert held(worker) == 1
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@with_worker
+async def test_an_order_that_was_taken_back_takes_nothing(worker, ask):
+    """Fails when an order cannot be undone."""
+    await ask()
+    worker.set_device_ttl(HEAD, ttl_s=30)
+    assert worker.set_device_ttl(HEAD, ttl_s=None).outcome is ControlOutcome.DONE
+    await asyncio.sleep(60)
+    assert held(worker) == 3
+
+
+@with_worker
+async def test_a_later_order_on_the_same_replaces_the_earlier(worker, ask):
+    """Fails when the first of two moments holds."""
+    await ask()
+    worker.set_device_ttl(HEAD, ttl_s=30)
+    worker.set_device_ttl(HEAD, ttl_s=90)
+    await asyncio.sleep(60)
+    assert held(worker) == 3
+    await asyncio.sleep(32)
+    assert held(worker) == 1
+
+
+@with_worker
+async def test_orders_are_bounded_and_one_namespace_leaves_room_for_others(worker, ask):
+    """Fails when a tenant can fill a worker with orders, or a refusal does not say so."""
+    for token in range(DEVICE_ORDERS_PER_NAMESPACE_MAX):
+        worker.set_device_ttl(replace(HEAD, prefix_token_ids=(token,) * B), ttl_s=30)
+    refused = worker.set_device_ttl(HEAD, ttl_s=30)
+    assert refused.outcome is ControlOutcome.REFUSED
+    assert f"{DEVICE_ORDERS_PER_NAMESPACE_MAX} of this namespace" in refused.why
+    other = replace(HEAD, namespace="0f" * 16)
+    assert worker.set_device_ttl(other, ttl_s=30).outcome is ControlOutcome.NOT_HELD
+    long = replace(other, prefix_token_ids=(1,) * DEVICE_ORDER_TOKENS_MAX)
+    assert worker.set_device_ttl(long, ttl_s=30).outcome is ControlOutcome.REFUSED
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_an_order_for_another_tier_is_none_of_the_pools(tier):
+    """Fails when an order that names a tier takes from another one."""
+
+    @with_worker
+    async def order(worker, ask):
+        await ask()
+        report = worker.set_device_ttl(replace(HEAD, tier=tier), ttl_s=30)
+        assert report.outcome is ControlOutcome.NOT_HELD
+        await asyncio.sleep(60)
+        assert held(worker) == 3
+
+    order()
