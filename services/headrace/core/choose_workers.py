@@ -6,6 +6,8 @@ model in seconds: a better rule reads the same request and snapshot and returns 
 This file does not know how matches are found, how calls are made, or what a failed call means.
 """
 
+import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -69,7 +71,8 @@ class NoWorker:
 def choose_workers(
     request: GenerateRequest, snapshot: Snapshot, rule: RoutingRule, *, tie_break: Callable[[WorkerId], float]
 ) -> Plan | NoWorker:
-    """Choose by longest match, then least load, then `tie_break` (smallest wins), among workers under the load cap.
+    """Choose by longest match, then least load, among workers under the load cap; those who are equal by that are
+    settled by the request's affinity key when it has one, else by `tie_break` (smallest wins).
 
     A worker matches with what its own pool holds and with what its host's store node holds, as far as the request may
     read from there. The load cap drops workers with more than `load_cap` requests above the least loaded candidate, so
@@ -78,6 +81,8 @@ def choose_workers(
     Raises InvalidRequest when the request names a worker that cannot serve it.
     """
     _check_asked(request, snapshot.workers)
+    if request.cache.affinity_key:
+        tie_break = functools.partial(_affinity, request.trust_group, request.cache.affinity_key)
     assert all(w.model == request.model for w in snapshot.workers)
     serving = [w for w in snapshot.workers if w.worker_id not in snapshot.failed]
     decoders = [w for w in serving if w.role.decodes and _fits_decode(w, request)]
@@ -149,6 +154,15 @@ def _rank(
         return (-local, snapshot.load(worker), away, -device, tie_break(worker.worker_id))
 
     return sorted(allowed, key=order)
+
+
+def _affinity(trust_group: str, key: str, worker_id: WorkerId) -> float:
+    """A worker's place for a key, smallest best (rendezvous hashing): every gateway agrees without asking, and a worker
+    that comes or goes moves only the keys that it wins or won. The trust group is hashed with it, so that no tenant can
+    tell or choose where another one's requests go; lengths keep the parts apart."""
+    parts = [part.encode() for part in (trust_group, key, worker_id)]
+    spelled = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return int.from_bytes(hashlib.blake2b(spelled, digest_size=8).digest(), "little")
 
 
 def local_blocks(worker: WorkerRecord, request: GenerateRequest, match: PrefixMatch) -> int:

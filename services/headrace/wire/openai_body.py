@@ -2,7 +2,8 @@
 
 Policy on fields, as OpenAI clients expect of a compatible server: what is unknown or has no effect on the answer is
 ignored; what would change the answer's meaning and is not supported here (tools, images, penalties, echo) is refused,
-so that no caller gets an answer to another question. `headrace` is our own object for control over the cache.
+so that no caller gets an answer to another question. `headrace` is our own object for control over the cache; how long
+blocks may stay is in `read_retention.py`.
 """
 
 import json
@@ -20,6 +21,7 @@ from headrace.wire.parse import (
     cache_control,
     chat_prompt,
     chat_turn,
+    checked_affinity_key,
     checked_prompt_text,
     checked_salt,
     checked_sampling,
@@ -27,6 +29,7 @@ from headrace.wire.parse import (
     checked_timeout_ms,
     token_prompt,
 )
+from headrace.wire.read_retention import read_retention
 
 JsonObject = Mapping[str, Any]
 
@@ -133,7 +136,7 @@ def _openai_request(body: JsonObject, prompts: Sequence[Prompt], sampling: Sampl
             model=_model(body),
             prompt=prompt,
             sampling=sampling,
-            cache=_cache(control),
+            cache=_cache(body, control),
             choices=choices,
             timeout_ms=checked_timeout_ms(_integer(control, "timeout_ms", prefix="headrace.")),
             cache_salt=checked_salt(_text(body, "cache_salt") or ""),
@@ -264,7 +267,7 @@ def _include_usage(body: JsonObject, stream: bool) -> bool:
     return _boolean(options, "include_usage", prefix="stream_options.") or False
 
 
-def _cache(control: JsonObject) -> CacheControl:
+def _cache(body: JsonObject, control: JsonObject) -> CacheControl:
     names = control.get("sources")
     names = [] if names is None else names
     known = ", ".join(CacheSource)
@@ -275,6 +278,8 @@ def _cache(control: JsonObject) -> CacheControl:
         sources=[CacheSource(name) for name in names],
         publish=not _boolean(control, "no_publish", prefix="headrace."),
         param="headrace.sources",
+        retention=read_retention(body, control),
+        affinity_key=checked_affinity_key(_text(body, "prompt_cache_key") or "", param="prompt_cache_key"),
     )
 
 

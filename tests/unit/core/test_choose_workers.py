@@ -77,7 +77,11 @@ def snapshots(draw):
 
 @st.composite
 def requests(draw):
-    cache = CacheControl(sources=draw(st.frozensets(st.sampled_from(CacheSource))), publish=draw(st.booleans()))
+    cache = CacheControl(
+        sources=draw(st.frozensets(st.sampled_from(CacheSource))),
+        publish=draw(st.booleans()),
+        affinity_key=draw(st.sampled_from(["", "chat-7"])),
+    )
     return make_request(draw(st.integers(1, 40)), cache=cache)
 
 
@@ -170,6 +174,60 @@ def test_ties_are_broken_by_the_callers_value():
     snapshot = Snapshot([decoder("a"), decoder("b")], NO_MATCH)
     assert choose(make_request(), snapshot, tie_break={"a": 0.7, "b": 0.2}.get).decode.worker_id == "b"
     assert choose(make_request(), snapshot, tie_break={"a": 0.1, "b": 0.2}.get).decode.worker_id == "a"
+
+
+def keyed(key, group="tenant:one", **changes):
+    return make_request(cache=CacheControl(affinity_key=key), trust_group=group, **changes)
+
+
+EQUALS = Snapshot([decoder(worker_id) for worker_id in "abcde"], NO_MATCH)
+KEYS = [f"chat-{number}" for number in range(200)]
+
+
+def test_requests_of_one_affinity_key_meet_and_different_keys_spread():
+    """Fails when a key is ignored, or all keys go to one worker."""
+    winners = [choose(keyed(key), EQUALS).decode.worker_id for key in KEYS]
+    assert winners == [choose(keyed(key), EQUALS).decode.worker_id for key in KEYS]
+    assert min(winners.count(worker_id) for worker_id in "abcde") >= 20
+    ties = dict.fromkeys("abcde", 1.0) | {"c": 0.0}
+    assert choose(keyed("chat-1"), EQUALS, tie_break=ties.get) == choose(keyed("chat-1"), EQUALS)
+
+
+def test_a_worker_that_leaves_moves_only_the_keys_that_it_had():
+    """Fails when keys are dealt out by number of workers: then most of them would lose their worker's cache."""
+    fewer = Snapshot([decoder(worker_id) for worker_id in "abde"], NO_MATCH)
+    for key in KEYS:
+        before = choose(keyed(key), EQUALS).decode.worker_id
+        assert before in ("c", choose(keyed(key), fewer).decode.worker_id)
+
+
+def test_a_tenant_cannot_choose_or_tell_where_another_tenants_key_goes():
+    """Fails when the trust group is not part of what is hashed, or can be imitated by a longer key."""
+    mine = [choose(keyed(key), EQUALS).decode.worker_id for key in KEYS]
+    theirs = [choose(keyed(key, group="tenant:two"), EQUALS).decode.worker_id for key in KEYS]
+    imitated = [choose(keyed("one" + key, group="tenant:"), EQUALS).decode.worker_id for key in KEYS]
+    for others in (theirs, imitated):
+        assert sum(a == b for a, b in zip(mine, others, strict=True)) < 100  # by chance one in five
+
+
+def test_an_affinity_key_outranks_neither_match_nor_load():
+    """Fails when a popular key piles requests on one worker, or draws them away from their blocks."""
+    favourite = choose(keyed("chat-1"), EQUALS).decode.worker_id
+    busy = replace(EQUALS, in_flight={favourite: 1})
+    assert choose(keyed("chat-1"), busy).decode.worker_id != favourite
+    other = next(worker_id for worker_id in "abcde" if worker_id != favourite)
+    matched = replace(EQUALS, match=make_match(**{f"worker_{other}": 2}))
+    assert choose(keyed("chat-1"), matched).decode.worker_id == other
+
+
+def test_an_affinity_key_settles_prefill_workers_too():
+    """Fails when prompts of one key are computed on any prefill worker."""
+    workers = [decoder("d"), *(prefiller(worker_id) for worker_id in "pqrs")]
+    snapshot = Snapshot(workers, NO_MATCH)
+    chosen = {choose(keyed(key), snapshot).prefill.worker_id for key in KEYS}
+    assert chosen == set("pqrs")
+    ties = {"d": 1.0, "p": 1.0, "q": 0.0, "r": 1.0, "s": 1.0}
+    assert all(choose(keyed(key), snapshot) == choose(keyed(key), snapshot, tie_break=ties.get) for key in KEYS)
 
 
 def test_other_workers_pools_cannot_be_read():
