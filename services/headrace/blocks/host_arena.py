@@ -53,6 +53,11 @@ def arena_path(arena_dir: str | Path, node_id: str) -> Path:
     return Path(arena_dir) / f"headrace-{node_id}.arena"
 
 
+def budgets_path(arena: Path) -> Path:
+    """Where the budgets lie that were set for the node of an arena; removed with it."""
+    return arena.with_name(f"{arena.name}.budgets")
+
+
 def host_id(arena_dir: str | Path) -> str:
     """A name that is equal for exactly those processes that see the same memory-backed directory.
 
@@ -289,6 +294,7 @@ def remove_arena(arena_dir: str | Path, node_id: str) -> bool:
     fd = _lock(path)
     try:
         _scratch_of(path).unlink(missing_ok=True)  # of a process that was killed while it made a new arena
+        budgets_path(path).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     finally:
         os.close(fd)

@@ -15,6 +15,10 @@ from dataclasses import dataclass, replace
 from headrace.core.block import NamespaceId
 
 
+# `set_by` of rows that come from the gateways' tenants file; no tenant's name has a space.
+TENANTS_FILE = "tenants file"
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """One account's bounds on each node. Without `bytes_max` there is no quota; `bytes_min` 0 protects nothing."""
@@ -23,13 +27,27 @@ class Budget:
     namespaces: tuple[NamespaceId, ...] = ()  # the account's, sorted; gateways know them, operators do not
     bytes_max: int | None = None
     bytes_min: int = 0
-    set_unix_ms: int = 0  # 0: from the tenants file; else when an operator said so
-    set_by: str = ""
+    set_unix_ms: int = 0  # when an operator said so; the tenants file's first row has 0, a later one just more than what
+    set_by: str = ""  # it replaces, so that it never beats an operator's word that some node has and others lack
 
     def __post_init__(self) -> None:
         assert self.bytes_min >= 0
         assert self.bytes_max is None or self.bytes_max >= self.bytes_min
         assert self.namespaces == tuple(sorted(self.namespaces))
+
+
+@dataclass(frozen=True, slots=True)
+class AccountUsage:
+    """What one account has on one node, and what its quota did since the node started; `admin.proto:AccountUsage`."""
+
+    account: str
+    host_blocks: int
+    host_bytes: int
+    disk_blocks: int
+    disk_bytes: int
+    pinned_bytes: int
+    refused_blocks: int
+    evicted_blocks: int
 
 
 def merge_budgets(tables: Iterable[Iterable[Budget]]) -> tuple[Budget, ...]:

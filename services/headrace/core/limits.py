@@ -409,6 +409,21 @@ DRAIN_BLOCKS_IN_FLIGHT = 4
 # How often a drain says how far it is; counting 200,000 blocks takes it about 20 ms.
 DRAIN_PROGRESS_MS = 500
 
+# Blocks that one step of background work removes (expired, or evicted ahead of need): 512 removals are 5 to 20 ms of
+# the event loop with the adaptive policy, and the next step follows at once when more are due.
+BACKGROUND_REMOVALS_MAX = 512
+
+# Accounts with a budget on one node: each is an eviction order of its own. As many as API keys.
+BUDGETS_MAX = 1_024
+
+# Namespaces of one account, one for each model that was ever served: with BUDGETS_MAX accounts a table of 34 bytes each
+# is 4.5 MB, which still goes in one message.
+BUDGET_NAMESPACES_MAX = 128
+
+# Share of an arena that all protected minima together may take: the rest must be able to turn over, or everybody
+# without a minimum is refused.
+PROTECTED_SHARE_MAX = 0.8
+
 # Characters of an affinity key; OpenAI's prompt_cache_key has at most 64.
 AFFINITY_KEY_CHARS_MAX = 256
 

@@ -186,9 +186,11 @@ class DiskBlocks:
             self.counters.dropped_demotions += 1
             return block is not None
         if block is None:
+            if not self.arena_blocks.accounts.has_disk_room(held.header, total):
+                return False
             block = DiskBlock(HeaderBrief.of(held.header), total, held.used_s, held.hits)
             self._link(block)
-        block.total_bytes = total
+        self._resize(block, total)
         block.waiting = WriteJob(block, held.header_bytes, bytes(payload))
         self._waiting_bytes += total
         self._queue.append(block.waiting)
@@ -282,7 +284,7 @@ class DiskBlocks:
                 if block.record is None:
                     self._lose(block)
                 else:
-                    block.total_bytes = block.record.total_bytes
+                    self._resize(block, block.record.total_bytes)
             return
         if not wanted:
             self._bury(job.record)
@@ -303,6 +305,10 @@ class DiskBlocks:
         """Records that could not be marked; marking one twice is harmless."""
         self._dead += dead
 
+    def can_queue(self, num_bytes: int) -> bool:
+        """Whether the queue of blocks to be written takes so much more now; without a tier nothing is queued."""
+        return self.tier is None or self._waiting_bytes + num_bytes <= DEMOTE_QUEUE_BYTES_MAX
+
     @property
     def is_settled(self) -> bool:
         """Whether nothing waits to be written or marked."""
@@ -319,6 +325,7 @@ class DiskBlocks:
             assert not self._blocks
             return
         self.tier.check_integrity(writing=self._writing is not None)
+        self.arena_blocks.accounts.check_disk(self)
         waiting_bytes = 0
         for key, block in self._blocks.items():
             assert block.key == key
@@ -416,15 +423,22 @@ class DiskBlocks:
             self._waiting_bytes -= block.waiting.total_bytes
             block.waiting = None
 
+    def _resize(self, block: DiskBlock, total_bytes: int) -> None:
+        change = total_bytes - block.total_bytes
+        self.arena_blocks.accounts.disk_changed(block.header, blocks=0, num_bytes=change)
+        block.total_bytes = total_bytes
+
     def _link(self, block: DiskBlock) -> None:
         assert block.key not in self._blocks
         self._blocks[block.key] = block
+        self.arena_blocks.accounts.disk_changed(block.header, blocks=1, num_bytes=block.total_bytes)
         parent_key = block.header.parent_key
         if parent_key is not None:
             self._children.setdefault(parent_key, {})[block.key] = block
 
     def _unlink(self, block: DiskBlock) -> None:
         del self._blocks[block.key]
+        self.arena_blocks.accounts.disk_changed(block.header, blocks=-1, num_bytes=-block.total_bytes)
         parent_key = block.header.parent_key
         if parent_key is not None:
             siblings = self._children[parent_key]

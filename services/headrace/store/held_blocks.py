@@ -12,6 +12,7 @@ from enum import StrEnum
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId, root_hash
 from headrace.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
 from headrace.core.recompute_cost import recompute_seconds
+from headrace.store.accounts import Account, Accounts
 
 BlockKey = tuple[NamespaceId, BlockHash]
 
@@ -59,6 +60,7 @@ class HeldBlocks:
     def __init__(self, policy: PolicyName = DEFAULT_POLICY) -> None:
         self._blocks: dict[BlockKey, HeldBlock] = {}
         self._policy: EvictionPolicy[BlockKey] = make_policy(policy)
+        self.accounts = Accounts()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -97,12 +99,15 @@ class HeldBlocks:
             size_bytes=block.slot_bytes,
             recompute_s=recompute_seconds(tokens, context_tokens=block.header.position * layout.block_tokens),
         )
+        for leaf in self.accounts.added(block):
+            self.offer(leaf)
 
     def remove(self, block: HeldBlock) -> None:
         """Unlink a block that nothing stands on; its parent may become a leaf."""
         assert not block.children, "a block left before the blocks that stand on it"
         del self._blocks[block.key]
         self._policy.removed(block.key)
+        self.accounts.removed(block)
         block.visible = False
         if block.parent is not None:
             del block.parent.children[block.header.block_hash]
@@ -142,6 +147,7 @@ class HeldBlocks:
             walked = walked.parent
         keys.reverse()
         self._policy.used(keys)
+        self.accounts.used(last, keys)
 
     def touch(self, block: HeldBlock, now_s: float) -> None:
         """Note the time of a use of a block and of all before it, so that no block is ever fresher than its parent."""
@@ -155,13 +161,21 @@ class HeldBlocks:
         """Tell the policy that a block may have become a candidate; called whenever that can have changed."""
         if block.can_leave:
             self._policy.offer(block.key)
+            self.accounts.offer(block)
 
     def oldest_leaf(self, *, keep: HeldBlock | None) -> HeldBlock | None:
-        """The block that the policy would have leave, among those that can; None when there is none.
+        """The block that the policy would have leave, among those that can and that no account's protected minimum
+        keeps; None when there is none.
 
         `keep` (the parent of a block that is about to be written) is never returned, and stays a candidate.
         """
-        key = self._policy.victim(None if keep is None else keep.key, may_leave=self._can_leave)
+        key = self._policy.victim(None if keep is None else keep.key, may_leave=self._can_leave_for_others)
+        return self.accounts.leaf_to_spare(keep) if key is None else self._blocks[key]
+
+    def oldest_leaf_of(self, account: Account, *, keep: HeldBlock | None) -> HeldBlock | None:
+        """The least recently used block, among those that can leave, of an account with a bound; `keep` as above."""
+        assert account.order is not None, "an account without a bound has no order of its own"
+        key = account.order.victim(None if keep is None else keep.key, may_leave=self._can_leave)
         return None if key is None else self._blocks[key]
 
     def with_descendants(self, block: HeldBlock) -> list[HeldBlock]:
@@ -174,7 +188,10 @@ class HeldBlocks:
     def check_integrity(self) -> None:
         """Links are mutual, visibility is closed under parents, and the policy knows exactly the blocks held."""
         assert len(self._policy) == len(self._blocks)
-        self._policy.check_integrity(self._can_leave)
+        self._policy.check_integrity(
+            lambda key: self._can_leave(key) and not self.accounts.is_withheld(self._blocks[key])
+        )
+        self.accounts.check_integrity(self)
         for key, block in self._blocks.items():
             assert block.key == key
             assert (block.parent is None) == (block.header.position == 0)
@@ -192,3 +209,7 @@ class HeldBlocks:
 
     def _can_leave(self, key: BlockKey) -> bool:
         return self._blocks[key].can_leave
+
+    def _can_leave_for_others(self, key: BlockKey) -> bool:
+        block = self._blocks[key]
+        return block.can_leave and not self.accounts.withholds(block)

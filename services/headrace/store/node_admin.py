@@ -1,10 +1,12 @@
 """NodeAdmin of one store node: what the gateway asks it for operators beyond listing and evicting.
 
-Explains what is missing, reads and writes single blocks (a file of them is the client's business), and registers
-everything with the index again.
+Explains what is missing, reads and writes single blocks (a file of them is the client's business), registers
+everything with the index again, and takes and tells the budgets of accounts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
@@ -12,12 +14,16 @@ import grpc.aio
 from headrace.blocks.block_codec import decode_header
 from headrace.blocks.claims import SlotReserved
 from headrace.core.block import BlockHash, Chain, NamespaceId, payload_digest
+from headrace.core.budgets import Budget
 from headrace.core.errors import BlockCorrupt, BlockMissing, InvalidRequest
 from headrace.core.limits import CHAIN_BLOCKS_MAX
 from headrace.core.ports import AlreadyStored
 from headrace.store.cache_admin import answer
+from headrace.store.node_drain import NodeDrain
 from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
+from headrace.wire.parse import parse_budget
+from headrace.wire.render import render_budget
 from headrace.wire.v1 import admin_pb2 as pb
 from headrace.wire.v1 import admin_pb2_grpc as pb_grpc
 
@@ -25,10 +31,21 @@ from headrace.wire.v1 import admin_pb2_grpc as pb_grpc
 class NodeAdmin(pb_grpc.NodeAdminServicer):
     """Register with `add_NodeAdminServicer_to_server`."""
 
-    def __init__(self, node: StoreNode, removals: RemovalLog, *, want_registration: Callable[[], None]) -> None:
-        """want_registration: has everything that the node holds registered with the index again, soon."""
+    def __init__(
+        self,
+        node: StoreNode,
+        removals: RemovalLog,
+        *,
+        want_registration: Callable[[], None],
+        drain: NodeDrain | None = None,
+        save_budgets: Callable[[Sequence[Budget]], None] = lambda budgets: None,
+    ) -> None:
+        """want_registration: has everything that the node holds registered with the index again, soon.
+        save_budgets: has a table of budgets in force after the next start too."""
         self._node = node
+        self._save_budgets = save_budgets
         self._removals = removals
+        self._drain = drain
         self._want_registration = want_registration
 
     async def Explain(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -48,6 +65,44 @@ class NodeAdmin(pb_grpc.NodeAdminServicer):
         self._node.renew_incarnation()
         self._want_registration()
         return pb.ReregisterReply(blocks=len(self._node.inventory()))
+
+    async def GetBudgets(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """The table that is in force."""
+        return _table(self._node.room.budgets())
+
+    async def SetBudgets(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Merge rows into the table; answers it whole. What contradicts itself or the arena is refused as a whole."""
+        return await answer(context, self._set_budgets(request))
+
+    async def Usage(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """What each account has here."""
+        return pb.UsageReply(accounts=[pb.AccountUsage(**asdict(usage)) for usage in self._node.room.usage()])
+
+    async def CheckIntegrity(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        """Whether every account of this node balances. Passes over everything that is held, in one step."""
+        try:
+            self._node.check_integrity()
+        except AssertionError as broken:
+            return pb.CheckIntegrityReply(broken=str(broken) or "an account of the node does not balance")
+        return pb.CheckIntegrityReply()
+
+    async def Drain(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        """Take no new blocks and hand what is here to peers, or serve again; ends when the caller does."""
+        await answer(context, self._follow_drain(request, context))
+
+    async def _follow_drain(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        if self._drain is None:
+            raise InvalidRequest("this node cannot be drained")
+        async with aclosing(self._drain.follow(request)) as progress:
+            async for step in progress:
+                await context.write(step)
+
+    async def _set_budgets(self, request: Any) -> Any:
+        before = self._node.room.budgets()
+        merged = self._node.room.set_budgets([parse_budget(row) for row in request.budgets])
+        if merged != before:
+            self._save_budgets(merged)
+        return _table(merged)
 
     async def _explain(self, request: Any) -> Any:
         namespace, chain = _chain(request)
@@ -88,6 +143,10 @@ class NodeAdmin(pb_grpc.NodeAdminServicer):
         outcome.buffer[:] = request.payload
         self._node.commit(outcome.reservation_id, header.payload_xxh3)
         return pb.WriteBlockReply(outcome="stored")
+
+
+def _table(budgets: Sequence[Budget]) -> Any:
+    return pb.Budgets(budgets=[render_budget(budget) for budget in budgets])
 
 
 def _chain(request: Any) -> tuple[NamespaceId, Chain]:

@@ -20,9 +20,13 @@ class NodeCounters:
     """Counters of one node; owned and changed by it."""
 
     evicted_for_room: int = 0
+    evicted_for_quota: int = 0
     evicted_by_operator: int = 0
     dropped_corrupt: int = 0
     dropped_orphans: int = 0
+    dropped_pins: int = 0  # their blocks' bytes were broken
+    refused_pins: int = 0
+    expired_blocks: int = 0  # their time to live was over, by use or by order
     expired_leases: int = 0
     expired_reservations: int = 0
     refused_blocks: int = 0
@@ -34,8 +38,10 @@ class NodeCounters:
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks that left before anybody asked for their return: for room, by an operator, or broken."""
-        return self.evicted_for_room + self.evicted_by_operator + self.dropped_corrupt
+        """Blocks that left before anybody asked for their return: for room or a quota, by an operator, because their
+        time was over, or broken."""
+        evicted = self.evicted_for_room + self.evicted_for_quota + self.evicted_by_operator
+        return evicted + self.expired_blocks + self.dropped_corrupt
 
     @property
     def lookups_tokens(self) -> int:

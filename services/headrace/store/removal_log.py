@@ -13,6 +13,8 @@ from headrace.core.limits import REMOVALS_REMEMBERED
 
 # What leaves outside of an operator's eviction: eviction has one reason, and broken bytes are counted by themselves.
 MADE_ROOM = "evicted to make room (or dropped because its bytes were broken)"
+TIME_OVER = "its time to live was over"
+OVER_QUOTA = "evicted for its tenant's quota"
 
 
 @dataclass(frozen=True, slots=True)

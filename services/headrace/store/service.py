@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,19 +22,21 @@ from headrace.blocks.disk_tier import DiskTier, disk_path, open_disk, remove_dis
 from headrace.blocks.host_arena import HostArena, arena_path, host_id, open_arena
 from headrace.config import StoreSettings, load_config, settings_table
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable, StoreUnavailable
+from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable, InvalidRequest, StoreUnavailable
 from headrace.core.eviction import PolicyName
 from headrace.core.generation import HolderStat
-from headrace.core.limits import EXPIRY_SCAN_MS, MEMBER_TTL_MS, STOP_GRACE_MS
+from headrace.core.limits import BACKGROUND_REMOVALS_MAX, BUDGETS_MAX, EXPIRY_SCAN_MS, MEMBER_TTL_MS, STOP_GRACE_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import BlockIndex, Membership
 from headrace.store.announce_node import announce_node
 from headrace.store.block_changes import BlockChanges, TellEach
+from headrace.store.budgets_file import BudgetsFile
 from headrace.store.cache_admin import CacheAdminOfNode
 from headrace.store.disk_metrics import DiskMetrics
 from headrace.store.disk_mover import DiskMover
 from headrace.store.kv_events import KvEvents
 from headrace.store.node_admin import NodeAdmin
+from headrace.store.node_drain import NodeDrain
 from headrace.store.recover_arena import recover_arena
 from headrace.store.recover_disk import RecoveredDisk, recover_disk
 from headrace.store.register_blocks import PendingChanges, register_blocks
@@ -114,7 +116,7 @@ class StoreNodeService:
             incarnation=self.node.incarnation,
             host=host_id(self._settings.arena_dir),
             address=self._address,
-            arena_path=str(arena_path(self._settings.arena_dir, self._node_id)),
+            arena_path=str(self._arena_path),
             pid=os.getpid(),
             metrics_port=self._metrics_server.port if self._metrics_server else 0,
             draining=self.node.draining,
@@ -125,7 +127,7 @@ class StoreNodeService:
 
         Does not wait for the index: a node serves whoever knows its address while Redis is away.
         """
-        arena = open_arena(arena_path(self._settings.arena_dir, self._node_id), self._settings.arena_mb << 20)
+        arena = open_arena(self._arena_path, self._settings.arena_mb << 20)
         self._arena = arena
         try:
             recovered, disk = recover_arena(arena), self._open_disk()
@@ -140,13 +142,25 @@ class StoreNodeService:
                 **self._ttls,
             )
             _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
+            budgets = self._adopt_budgets()
             self._address = self._bind()
             if self._disk is not None:
                 self._mover = DiskMover(self._node, self._disk, self._clock)
             serve_blocks(self._server, self._node, promote=self._mover.promote if self._mover else None)
             settle = self._mover.settle if self._mover else None
             admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record, self._removals, settle=settle)
-            of_node = NodeAdmin(self._node, self._removals, want_registration=self._changes.want_restart)
+            of_node = NodeAdmin(
+                self._node,
+                self._removals,
+                want_registration=self._changes.want_restart,
+                drain=NodeDrain(
+                    self._node,
+                    clock=self._clock,
+                    announce=self._announce,
+                    read_disk=self._mover.read if self._mover else None,
+                ),
+                save_budgets=budgets.write,
+            )
             admin_pb2_grpc.add_NodeAdminServicer_to_server(of_node, self._server)  # type: ignore[no-untyped-call]
             admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -196,6 +210,7 @@ class StoreNodeService:
             self._metrics_server.close()
         if self._arena is not None:
             if remove_arena:
+                BudgetsFile(self._arena_path).remove()
                 self._arena.remove()
             self._arena.close()
             self._arena = None
@@ -204,6 +219,10 @@ class StoreNodeService:
             self._disk = None
             if remove_arena and not self._settings.disk_dir:
                 remove_disk(self._disk_dir, self._node_id)
+
+    @property
+    def _arena_path(self) -> Path:
+        return arena_path(self._settings.arena_dir, self._node_id)
 
     @property
     def _disk_dir(self) -> Path:
@@ -218,9 +237,22 @@ class StoreNodeService:
         _log.info("disk: %d records found again, freed: %s", len(disk.found), disk.freed or "none")
         return disk
 
+    def _adopt_budgets(self) -> BudgetsFile:
+        """Put the budgets of the run before in force. Minima that this arena is too small for protect nothing."""
+        file, room = BudgetsFile(self._arena_path), self.node.room
+        room.because = self._removals.because
+        budgets = file.read()
+        try:
+            room.set_budgets(budgets)
+        except InvalidRequest as refused:
+            _log.warning("no protected minimum is in force: %s", refused)
+            room.set_budgets(replace(budget, bytes_min=0) for budget in budgets[:BUDGETS_MAX])
+        return file
+
     async def _run_background(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._scan())
+            tasks.create_task(self._evict_ahead())
             if self._mover is not None:
                 tasks.create_task(self._mover.run())
             if self._kv_events is not None:
@@ -237,6 +269,13 @@ class StoreNodeService:
             self._stats = self.node.stats()
             self._count_evictions()
             await asyncio.sleep(EXPIRY_SCAN_MS / 1_000)
+
+    async def _evict_ahead(self) -> None:
+        """Have room before it is needed, a bounded step at a time."""
+        while True:
+            wanted = 0.0 if self.node.draining else self._settings.free_share  # nothing new comes to a node that drains
+            removed = self.node.room.evict_ahead(wanted)
+            await asyncio.sleep(0 if removed == BACKGROUND_REMOVALS_MAX else EXPIRY_SCAN_MS / 1_000)
 
     async def _announce(self) -> None:
         await self._membership.announce(self.record, ttl_ms=MEMBER_TTL_MS)
@@ -270,6 +309,7 @@ class StoreNodeService:
         counters = self.node.counters
         happened = {
             EvictionReason.CAPACITY: counters.evicted_for_room,
+            EvictionReason.QUOTA: counters.evicted_for_quota,
             EvictionReason.ADMIN: counters.evicted_by_operator,
         }
         for reason, total in happened.items():

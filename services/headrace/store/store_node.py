@@ -78,7 +78,7 @@ class StoreNode:
         self._reservation_ttl_ms = reservation_ttl_ms
         self._blocks = HeldBlocks(eviction_policy)
         self.disk = DiskBlocks(None if disk is None else disk.tier, self._blocks, self._changes)
-        self._room = RoomMaker(arena, self._blocks, self.disk, self.counters, remove=self._remove)
+        self.room = RoomMaker(arena, self._blocks, self.disk, self.counters, remove=self._remove)
         # Equal times to live make insertion order the order of expiry.
         self._leases: dict[str, HeldLease] = {}
         self._reservations: dict[str, HeldReservation] = {}
@@ -212,7 +212,7 @@ class StoreNode:
         held = self._blocks.get(header.namespace, header.block_hash)
         if held is not None and held.visible:
             return True
-        slot = self._room.slot_for(header, header_bytes)
+        slot = self.room.slot_for(header, header_bytes)
         if slot is None:
             return False
         self._arena.payload(slot, header.payload_bytes)[:] = payload
@@ -336,7 +336,7 @@ class StoreNode:
         if self._blocks.get(header.namespace, block_hash) is not None:
             return AlreadyStored(block_hash)
         header_bytes = encode_header(header)
-        slot = None if self.draining else self._room.slot_for(header, header_bytes)
+        slot = None if self.draining else self.room.slot_for(header, header_bytes)
         if slot is None:
             self.counters.refused_blocks += 1
             return NotStored(block_hash)

@@ -44,6 +44,7 @@ class EvictionReason(StrEnum):
     """Why a block left its tier before anybody asked for something else to be there."""
 
     CAPACITY = "capacity"  # room was needed
+    QUOTA = "quota"  # its tenant has more than its quota
     ADMIN = "admin"  # somebody asked for it
 
 
