@@ -191,17 +191,22 @@ def membership() -> MemoryMembership:
 async def make_worker(
     tiny_models: list[LoadedModel], membership: Membership, tmp_path: Path
 ) -> AsyncIterator[MakeWorker]:
-    """Start workers; `near=False` puts one on another host, where only gRPC is left. Nothing may be held at the end.
+    """Start workers; `near=False` puts one on another host, where only gRPC is left; `model` is one that no
+    running worker has. Nothing may be held at the end.
 
     A test names `store_node` before this, so that the node outlives what the workers still publish.
     """
     made: list[TestWorker] = []
     free_models = list(tiny_models)
 
-    async def make(worker_id: str, *, near: bool = True, members: Membership | None = None) -> TestWorker:
+    async def make(
+        worker_id: str, *, near: bool = True, members: Membership | None = None, model: LoadedModel | None = None
+    ) -> TestWorker:
+        model = model or free_models.pop()
+        block_tokens = model.namespace.layout.block_tokens
         engine = Engine(
-            free_models.pop(),
-            EngineSettings(block_tokens=BLOCK_TOKENS, prefill_chunk_tokens=32, batch_sequences_max=8),
+            model,
+            EngineSettings(block_tokens=block_tokens, prefill_chunk_tokens=32, batch_sequences_max=8),
             clock=CLOCK,
         )
         faults: list[CacheFault] = []
