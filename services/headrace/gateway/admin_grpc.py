@@ -6,6 +6,7 @@ out silently. Prefixes given as text or token ids are tokenised and hashed here,
 
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
@@ -19,6 +20,7 @@ from headrace.gateway.admin_scope import AdminScope, admin_scope
 from headrace.gateway.answer_why_miss import answer_why_miss
 from headrace.gateway.audit_log import audit
 from headrace.gateway.authenticate import authorization_of
+from headrace.gateway.drain_node import drain_node
 from headrace.gateway.evict_everywhere import evict_everywhere
 from headrace.gateway.examine_system import Stubs, examine_system
 from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
@@ -107,7 +109,14 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         self, request: admin_pb2.DrainNodeRequest, grpc_context: Any
     ) -> AsyncIterator[admin_pb2.DrainNodeProgress]:
         """Have a node take no new blocks and hand what it holds to others."""
-        yield await self._answer(grpc_context, lambda scope: self._not_served("drain nodes", scope))
+        try:
+            scope = admin_scope(self._service.authenticate(authorization_of(grpc_context)), self._service.key_ring)
+            scope.require_all("drain nodes")
+            async with aclosing(drain_node(request, self._fleet, who=scope.tenant.name)) as steps:
+                async for progress in steps:
+                    yield progress
+        except Exception as error:
+            await self._refuse(grpc_context, error)
 
     async def _not_served(self, what: str, scope: AdminScope) -> Any:
         scope.require_all(what)

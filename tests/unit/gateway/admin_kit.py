@@ -8,12 +8,15 @@ from store_kit import StoreKit, make_kit
 from tiny_gateway import NODE, TinyGateway, TinyWorker, make_namespace, make_worker_record, tiny_gateway
 
 from headrace.core.clock import Deadline, SystemClock
+from headrace.core.members import StoreNodeRecord
 from headrace.gateway.serve_grpc import serve_grpc
 from headrace.gateway.service import hash_for
 from headrace.store.cache_admin import CacheAdminOfNode
 from headrace.store.node_admin import NodeAdmin
+from headrace.store.node_drain import NodeDrain
 from headrace.store.removal_log import RemovalLog
 from headrace.transfer.channels import Channels, build_server
+from headrace.transfer.serve_blocks import serve_blocks
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
 
 WORKERS = (make_worker_record("d0", free_blocks=900), make_worker_record("d1"))
@@ -54,7 +57,9 @@ async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None):
             record = replace(NODE, node_id=node_id, address=f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
             servicer = CacheAdminOfNode(kit.node, gateway.membership, lambda record=record: record, removals)
             admin_pb2_grpc.add_CacheAdminServicer_to_server(servicer, server)
-            of_node = NodeAdmin(kit.node, removals, want_registration=lambda: None)
+            drain = NodeDrain(kit.node, clock=SystemClock(), announce=_announce_drain(gateway, record, kit))
+            of_node = NodeAdmin(kit.node, removals, want_registration=lambda: None, drain=drain)
+            serve_blocks(server, kit.node)
             admin_pb2_grpc.add_NodeAdminServicer_to_server(of_node, server)
             await server.start()
             stack.push_async_callback(server.stop, 0)
@@ -68,6 +73,11 @@ async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None):
         stack.push_async_callback(server.stop, 0)
         address = f"127.0.0.1:{port}"
         yield Admin(admin_pb2_grpc.CacheAdminStub(channels.to(address)), gateway, kits, address)
+
+
+def _announce_drain(gateway: TinyGateway, record: StoreNodeRecord, kit: StoreKit) -> Any:
+    """As a node's service does: the record, with whether it drains."""
+    return lambda: gateway.membership.announce(replace(record, draining=kit.node.draining), ttl_ms=60_000)
 
 
 def store_text(kit: StoreKit, text: str, *, salt: str = "") -> int:
