@@ -3,10 +3,11 @@
     | superblock (1 unit) | record per unit | unit 0 | unit 1 | ...                                  |
     slot = first unit of an extent:  | payload, page aligned ... padding ... | header bytes |
 
-This file owns the byte layout (arena version 1), the free-space account and the crash-safe order of writes: payload and
-header first, the record's state word last, so that a process killed at any instruction leaves a slot that is either
-wholly committed or free. Records are cleared before their units can be given to someone else. It does not know what
-a valid header is, who leases what, or which block should go.
+This file owns the byte layout (arena version 2), the free-space account and the crash-safe order of writes: payload,
+header and terms first, the record's state last, so that a process killed at any instruction leaves a slot that is
+either wholly committed or free. Each word of a record is written by one aligned store, so that terms can change in
+place and are never read half written. Records are cleared before their units can be given to someone else. It does not
+know what a valid header is, who leases what, or which block should go.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import mmap
 import os
 import re
 import struct
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,15 +28,28 @@ from headrace.blocks.extents import ExtentPool
 from headrace.core.errors import ConfigInvalid, StoreUnavailable
 from headrace.core.limits import HEADER_BYTES_MAX
 
-ARENA_VERSION = 1
+ARENA_VERSION = 2
 UNIT_BYTES = 4_096  # a page: payloads start on one, and a block wastes less than one
 _MAGIC = b"HRARENA\0"
 _SUPERBLOCK = struct.Struct("<8sIIQQ16s")  # magic, version, unit bytes, total bytes, units, arena id
 _INCARNATION_AT = 64  # a word of its own: it changes at each start, the fields above never do
-_RECORD = struct.Struct("<IIII")  # units, header bytes, generation, state
-_STATE_AT = 12
+# One word: units u32, header bytes u16, flags u8, state u8; then three words of unix ms, 0 for no such moment.
+_RECORD = struct.Struct("<IHBBQQQ")
+_WORD_BYTES = 8
+_EXPIRES_AT, _ORDERED_AT, _PINNED_AT = 1, 2, 3  # words of a record
 _FREE, _COMMITTED = 0, 1
+_NOT_ON_DISK = 1  # flag
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTerms:
+    """How long, and where, what lies in a slot may stay. Moments are unix milliseconds; 0: no such moment."""
+
+    expires_unix_ms: int = 0  # unless it is used until then
+    ordered_unix_ms: int = 0  # whatever happens until then: an operator said so
+    pinned_until_unix_ms: int = 0  # of a pin on this very block
+    not_on_disk: bool = False  # no copy in a disk tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,7 @@ class ArenaRecord:
     slot: int
     units: int
     header: bytes
+    terms: SlotTerms
 
 
 def arena_path(arena_dir: str | Path, node_id: str) -> Path:
@@ -135,6 +151,8 @@ class HostArena(ArenaView):
 
     def __init__(self, memory: mmap.mmap, *, name: str, fd: int | None = None, path: Path | None = None) -> None:
         super().__init__(memory, name)
+        assert sys.byteorder == "little", "records are written as native words"
+        self._words = self._view.cast("Q")  # one store each, which `struct` does not promise
         self.path = path
         self._fd = fd
         self._extents = ExtentPool(self.num_units)
@@ -196,32 +214,44 @@ class HostArena(ArenaView):
         self.clear_record(slot)
         self._extents.release(slot, units)
 
-    def commit(self, slot: int, header: bytes) -> None:
-        """Make a filled slot durable against a crash of this process: header, then record, then its state word."""
+    def commit(self, slot: int, header: bytes, terms: SlotTerms = SlotTerms()) -> None:
+        """Make a filled slot durable against a crash of this process: header and terms, then what says committed."""
         units = self._slot_to_units[slot]
         assert len(header) <= HEADER_BYTES_MAX
         end = self._data_at + (slot + units) * UNIT_BYTES
         self._view[end - len(header) : end] = header
-        at = _record_offset(slot)
-        _, _, generation, state = _RECORD.unpack_from(self._memory, at)
-        assert state == _FREE, "a slot was committed twice"
-        _RECORD.pack_into(self._memory, at, units, len(header), (generation + 1) & 0xFFFFFFFF, _FREE)
-        struct.pack_into("<I", self._memory, at + _STATE_AT, _COMMITTED)
+        at = _record_offset(slot) // _WORD_BYTES
+        assert self._words[at] >> 56 == _FREE, "a slot was committed twice"
+        self._words[at + _EXPIRES_AT] = terms.expires_unix_ms
+        self._words[at + _ORDERED_AT] = terms.ordered_unix_ms
+        self._words[at + _PINNED_AT] = terms.pinned_until_unix_ms
+        self._words[at] = _first_word(units, len(header), terms)
+
+    def set_terms(self, slot: int, terms: SlotTerms) -> None:
+        """Change the terms of a committed slot in place: word by word, each of which is the old one or the new one."""
+        at = _record_offset(slot) // _WORD_BYTES
+        first = self._words[at]
+        assert first >> 56 == _COMMITTED, "terms of a slot that is not committed"
+        self._words[at + _EXPIRES_AT] = terms.expires_unix_ms
+        self._words[at + _ORDERED_AT] = terms.ordered_unix_ms
+        self._words[at + _PINNED_AT] = terms.pinned_until_unix_ms
+        self._words[at] = _first_word(first & 0xFFFFFFFF, first >> 32 & 0xFFFF, terms)
 
     def clear_record(self, slot: int) -> None:
         """Say that nothing is committed at a slot."""
-        struct.pack_into("<I", self._memory, _record_offset(slot) + _STATE_AT, _FREE)
+        self._words[_record_offset(slot) // _WORD_BYTES] = 0
 
     def records(self) -> Iterator[ArenaRecord]:
         """Every slot that says it is committed, by slot. Lengths are checked, nothing else."""
         table = bytes(self._view[UNIT_BYTES : UNIT_BYTES + self.num_units * _RECORD.size])
-        for slot, (units, header_bytes, _, state) in enumerate(_RECORD.iter_unpack(table)):
+        for slot, (units, header_bytes, flags, state, *moments) in enumerate(_RECORD.iter_unpack(table)):
             if state == _FREE:
                 continue
             end = self._data_at + (slot + units) * UNIT_BYTES
             in_range = 0 < units <= self.num_units - slot and header_bytes <= min(HEADER_BYTES_MAX, units * UNIT_BYTES)
             header = bytes(self._view[end - header_bytes : end]) if state == _COMMITTED and in_range else b""
-            yield ArenaRecord(slot=slot, units=units if in_range else 0, header=header)
+            terms = SlotTerms(*moments, not_on_disk=bool(flags & _NOT_ON_DISK))
+            yield ArenaRecord(slot=slot, units=units if in_range else 0, header=header, terms=terms)
 
     def slot_units(self) -> dict[int, int]:
         """Every slot in use and its units: a copy, for checks."""
@@ -247,6 +277,7 @@ class HostArena(ArenaView):
 
     def close(self) -> None:
         """Unmap and give up the lock; the file stays and can be attached again."""
+        self._words.release()
         super().close()
         if self._fd is not None:
             os.close(self._fd)
@@ -393,3 +424,9 @@ def _data_offset(units: int) -> int:
 
 def _record_offset(slot: int) -> int:
     return UNIT_BYTES + slot * _RECORD.size
+
+
+def _first_word(units: int, header_bytes: int, terms: SlotTerms) -> int:
+    """The word that says committed: written last, and as a whole."""
+    flags = _NOT_ON_DISK if terms.not_on_disk else 0
+    return units | header_bytes << 32 | flags << 48 | _COMMITTED << 56

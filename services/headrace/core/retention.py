@@ -35,6 +35,9 @@ class Retention:
 
 KEEP = Retention()
 
+# What stands for "without an end" where a moment is meant to be some number: the largest that every format can carry.
+NO_END_UNIX_MS = 2**63 - 1
+
 
 def parse_ttl(spelled: str, *, param: str) -> float:
     """Seconds of a time to live as people write it: `90s`, `5m`, `1h`, `7d`. Raises InvalidRequest naming `param`."""

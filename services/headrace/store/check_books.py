@@ -22,9 +22,10 @@ def check_books(
     slots = {block.slot: block.slot_bytes // UNIT_BYTES for block in blocks}
     assert slots == arena.slot_units(), "slots in use are not exactly the blocks held"
     assert sum(b.slot_bytes for b in blocks) + arena.free_bytes == arena.data_bytes
-    committed = {record.slot for record in arena.records()}
-    readable = {b.slot for b in blocks if b.state is SlotState.COMMITTED}
-    assert committed == readable, "the arena's records are not exactly the committed blocks"
+    recorded = {record.slot: record.terms for record in arena.records()}
+    committed = {b.slot: b.terms for b in blocks if b.state is SlotState.COMMITTED}
+    assert recorded.keys() == committed.keys(), "the arena's records are not exactly the committed blocks"
+    assert recorded == committed, "the arena's records say other terms than the books"
     lease_counts: dict[int, int] = {}
     for lease in leased:
         for block in lease:

@@ -1,18 +1,22 @@
 """The blocks that a store node holds, as a tree by parent; an eviction policy that it keeps informed orders the leaves.
 
-Owns parent and child links, visibility and times of use. A block is *visible* when it and every block before it are
-committed: only visible blocks are looked up, leased and registered, so what others see is closed under prefixes
-whatever order a chain's blocks are committed in. Knows nothing of bytes, leases' owners or the index.
+Owns parent and child links, visibility, times of use, and the order in which blocks' times run out. A block is
+*visible* when it and every block before it are committed: only visible blocks are looked up, leased and registered, so
+what others see is closed under prefixes whatever order a chain's blocks are committed in. Knows nothing of bytes,
+leases' owners or the index.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from headrace.blocks.host_arena import SlotTerms
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId, root_hash
 from headrace.core.eviction import DEFAULT_POLICY, EvictionPolicy, PolicyName, make_policy
 from headrace.core.recompute_cost import recompute_seconds
+from headrace.core.retention import NO_END_UNIX_MS
 from headrace.store.accounts import Account, Accounts
+from headrace.store.due_order import DueOrder
 
 BlockKey = tuple[NamespaceId, BlockHash]
 
@@ -42,6 +46,11 @@ class HeldBlock:
     leases: int = 0
     hits: int = 0
     reservation_id: str = ""
+    expires_unix_ms: int = 0  # these four as in `SlotTerms`
+    ordered_unix_ms: int = 0
+    pinned_until_unix_ms: int = 0
+    not_on_disk: bool = False
+    pin_refs: int = 0  # pinned blocks among itself and those that stand on it
 
     @property
     def key(self) -> BlockKey:
@@ -50,8 +59,24 @@ class HeldBlock:
 
     @property
     def can_leave(self) -> bool:
-        """Whether eviction may take it now: committed, unread, and nothing stands on it."""
-        return self.state is SlotState.COMMITTED and self.leases == 0 and not self.children
+        """Whether eviction may take it now: committed, unread, not pinned, and nothing stands on it."""
+        return self.state is SlotState.COMMITTED and self.leases == 0 and not self.children and self.pin_refs == 0
+
+    @property
+    def may_go_to_disk(self) -> bool:
+        """Whether a disk tier may keep it: not when its time is bounded, since a disk's records do not say so."""
+        return not (self.expires_unix_ms or self.ordered_unix_ms or self.not_on_disk)
+
+    @property
+    def due_unix_ms(self) -> int:
+        """When its time is over, by use or by order; 0: never."""
+        moments = [moment for moment in (self.expires_unix_ms, self.ordered_unix_ms) if moment]
+        return min(moments, default=0)
+
+    @property
+    def terms(self) -> SlotTerms:
+        """What the arena's record says of it."""
+        return SlotTerms(self.expires_unix_ms, self.ordered_unix_ms, self.pinned_until_unix_ms, self.not_on_disk)
 
 
 class HeldBlocks:
@@ -60,6 +85,7 @@ class HeldBlocks:
     def __init__(self, policy: PolicyName = DEFAULT_POLICY) -> None:
         self._blocks: dict[BlockKey, HeldBlock] = {}
         self._policy: EvictionPolicy[BlockKey] = make_policy(policy)
+        self._due: DueOrder[BlockKey] = DueOrder()
         self.accounts = Accounts()
 
     def __len__(self) -> int:
@@ -107,6 +133,7 @@ class HeldBlocks:
         assert not block.children, "a block left before the blocks that stand on it"
         del self._blocks[block.key]
         self._policy.removed(block.key)
+        self._due.drop(block.key)
         self.accounts.removed(block)
         block.visible = False
         if block.parent is not None:
@@ -158,10 +185,36 @@ class HeldBlocks:
         self.offer(block)
 
     def offer(self, block: HeldBlock) -> None:
-        """Tell the policy that a block may have become a candidate; called whenever that can have changed."""
+        """Note that a block may have become able to leave; called whenever that can have changed."""
         if block.can_leave:
             self._policy.offer(block.key)
             self.accounts.offer(block)
+            self.expect(block)
+
+    def expect(self, block: HeldBlock) -> None:
+        """Have a block come up in `next_due` when its time is over."""
+        if block.due_unix_ms:
+            self._due.put(block.key, block.due_unix_ms)
+
+    def expect_order(self, block: HeldBlock) -> None:
+        """The same for its ordered moment only: use it where the other is over and the block cannot leave yet."""
+        self._due.put(block.key, block.ordered_unix_ms)
+
+    def next_due(self, now_unix_ms: int) -> HeldBlock | None:
+        """Take a block whose time is over; None when there is none. Whether it can leave is for the caller to see: one
+        that cannot comes up again when it is offered or expected."""
+        while (key := self._due.pop(now_unix_ms)) is not None:
+            block = self._blocks[key]
+            if block.state is SlotState.DRAINING:
+                continue
+            if 0 < block.due_unix_ms <= now_unix_ms:
+                return block
+            self.expect(block)  # it was used meanwhile, or an order was taken back
+        return None
+
+    def is_due(self, now_unix_ms: int) -> bool:
+        """Whether `next_due` may have something."""
+        return self._due.is_due(now_unix_ms)
 
     def oldest_leaf(self, *, keep: HeldBlock | None) -> HeldBlock | None:
         """The block that the policy would have leave, among those that can and that no account's protected minimum
@@ -192,6 +245,7 @@ class HeldBlocks:
             lambda key: self._can_leave(key) and not self.accounts.is_withheld(self._blocks[key])
         )
         self.accounts.check_integrity(self)
+        self._due.check_integrity()
         for key, block in self._blocks.items():
             assert block.key == key
             assert (block.parent is None) == (block.header.position == 0)
@@ -206,6 +260,20 @@ class HeldBlocks:
             committed = block.state is SlotState.COMMITTED
             assert block.visible == (parent_visible and committed), "visibility is not what states say"
             assert key in self._policy, "a held block that the policy does not know"
+            self._check_terms(block)
+
+    def _check_terms(self, block: HeldBlock) -> None:
+        """What has a time comes up in time, and no visible block may stay longer, or be in more tiers, than those
+        before it, which must stay as long."""
+        coming = self._due.moment_of(block.key) or NO_END_UNIX_MS
+        if block.can_leave and block.due_unix_ms:
+            assert coming <= block.due_unix_ms, "a leaf whose time nobody watches"
+        if block.visible and block.ordered_unix_ms and not block.pin_refs:
+            assert coming <= block.ordered_unix_ms, "an order that nobody watches"
+        above = block.parent
+        if above is not None and block.visible:
+            assert not above.expires_unix_ms or 0 < block.expires_unix_ms <= above.expires_unix_ms
+            assert not above.not_on_disk or block.not_on_disk, "a block on disk would lose its prefix"
 
     def _can_leave(self, key: BlockKey) -> bool:
         return self._blocks[key].can_leave

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from headrace.blocks.block_codec import decode_header, verify_identity
-from headrace.blocks.host_arena import ArenaRecord, HostArena, units_for
+from headrace.blocks.host_arena import ArenaRecord, HostArena, SlotTerms, units_for
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId, payload_digest
 from headrace.core.errors import BlockCorrupt
 
@@ -21,6 +21,7 @@ class RecoveredBlock:
     slot: int
     header: BlockHeader
     header_bytes: bytes
+    terms: SlotTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +71,4 @@ def _check_record(arena: HostArena, record: ArenaRecord) -> RecoveredBlock:
     with arena.payload(record.slot, header.payload_bytes) as payload:
         if payload_digest(payload) != header.payload_xxh3:
             raise BlockCorrupt(header.block_hash, "payload checksum does not match")
-    return RecoveredBlock(slot=record.slot, header=header, header_bytes=record.header)
+    return RecoveredBlock(slot=record.slot, header=header, header_bytes=record.header, terms=record.terms)

@@ -124,7 +124,12 @@ class RoomMaker:
         return merged
 
     def usage(self) -> list[AccountUsage]:
-        """What each account has, "" (what belongs to no account that has a row) last."""
+        """What each account has, "" (what belongs to no account that has a row) last. Passes over all blocks."""
+        pinned: dict[str, int] = {}
+        for block in self._blocks:
+            if block.pin_refs:
+                name = self.accounts.of(block.header).name
+                pinned[name] = pinned.get(name, 0) + block.slot_bytes
         named = sorted(self.accounts, key=lambda account: (account.name == "", account.name))
         return [
             AccountUsage(
@@ -133,7 +138,7 @@ class RoomMaker:
                 host_bytes=account.host_bytes,
                 disk_blocks=account.disk_blocks,
                 disk_bytes=account.disk_bytes,
-                pinned_bytes=0,
+                pinned_bytes=pinned.get(account.name, 0),
                 refused_blocks=account.refused_blocks,
                 evicted_blocks=account.evicted_blocks,
             )

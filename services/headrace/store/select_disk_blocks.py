@@ -14,7 +14,7 @@ from headrace.core.generation import BlockInfo, EvictReport, EvictSelector
 from headrace.core.limits import EVICT_HASHES_MAX, LIST_BLOCKS_MAX
 from headrace.store.disk_blocks import DiskBlock, DiskBlocks, HeaderBrief
 from headrace.store.held_blocks import BlockKey, HeldBlock, HeldBlocks
-from headrace.store.plan_eviction import EvictionPlan, select_blocks
+from headrace.store.plan_eviction import EvictionPlan, select_blocks, select_roots
 
 
 def select_disk_blocks(disk: DiskBlocks, selector: EvictSelector, *, now_s: float) -> list[DiskBlock]:
@@ -69,8 +69,19 @@ def report_eviction(
         tokens=sum(len(b.header.token_ids) for b in plan.victims) + sum(len(b.header.token_ids) for b in on_disk),
         bytes=sum(block.slot_bytes for block in plan.victims) + sum(block.total_bytes for block in on_disk),
         skipped_leased_blocks=plan.skipped_leased_blocks,
+        skipped_pinned_blocks=plan.skipped_pinned_blocks,
         dry_run=dry_run,
         block_hashes=tuple(hashes[:EVICT_HASHES_MAX]),
+    )
+
+
+def roots_on_disk_alone(disk: DiskBlocks, selector: EvictSelector) -> int:
+    """How many of the very blocks that a selector names are on disk and not in the arena."""
+    if len(disk) == 0:
+        return 0
+    tree: Any = _BothTiers(disk)
+    return sum(
+        1 for node in select_roots(tree, selector) if not disk.in_arena((node.header.namespace, node.header.block_hash))
     )
 
 
@@ -108,6 +119,7 @@ def _describe(block: DiskBlock, holder: HolderId, clock: Clock) -> BlockInfo:
         age_s=max(0.0, (clock.unix_ms() - header.created_unix_ms) / 1_000),
         idle_s=max(0.0, clock.now_s() - block.used_s),
         leases=0,
+        narrowed_from=header.narrowed_from,
     )
 
 

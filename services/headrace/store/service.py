@@ -139,6 +139,7 @@ class StoreNodeService:
                 recovered=recovered,
                 disk=disk,
                 eviction_policy=PolicyName(self._settings.eviction_policy),
+                pin_share=self._settings.pin_share,
                 **self._ttls,
             )
             _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
@@ -266,6 +267,9 @@ class StoreNodeService:
         """End what is over, and keep the numbers that the scraping thread reads."""
         while True:
             self.node.expire()
+            if self.node.has_due:  # a step is bounded; the next one follows as soon as others had their turn
+                await asyncio.sleep(0)
+                continue
             self._stats = self.node.stats()
             self._count_evictions()
             await asyncio.sleep(EXPIRY_SCAN_MS / 1_000)
@@ -311,6 +315,7 @@ class StoreNodeService:
             EvictionReason.CAPACITY: counters.evicted_for_room,
             EvictionReason.QUOTA: counters.evicted_for_quota,
             EvictionReason.ADMIN: counters.evicted_by_operator,
+            EvictionReason.TTL: counters.expired_blocks,
         }
         for reason, total in happened.items():
             self._metrics.evicted_blocks.labels(reason, "host").inc(total - self._counted[reason])

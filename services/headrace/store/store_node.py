@@ -24,9 +24,9 @@ from headrace.blocks.claims import LeasedBlock, LeasedRun, SlotOutcome, SlotRese
 from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
 from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, payload_digest
 from headrace.core.clock import Clock
-from headrace.core.errors import BlockCorrupt, LeaseExpired
+from headrace.core.errors import BlockCorrupt
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
-from headrace.core.generation import BlockInfo, EvictReport, EvictSelector, HolderStat
+from headrace.core.generation import BlockInfo, ControlReport, EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import (
     LEASE_BLOCKS_MAX,
     LEASE_TTL_MS,
@@ -38,15 +38,21 @@ from headrace.core.limits import (
 from headrace.core.ports import AlreadyStored, NotStored
 from headrace.core.retention import KEEP, Retention
 from headrace.store.block_changes import BlockChanges, IgnoreChanges
+from headrace.store.block_terms import BlockTerms
 from headrace.store.check_books import check_books
+from headrace.store.departures import Departures
 from headrace.store.disk_blocks import DiskBlock, DiskBlocks
+from headrace.store.expire_blocks import expire_blocks
 from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
-from headrace.store.held_claims import HeldLease, HeldReservation
+from headrace.store.held_claims import HeldClaims, HeldLease, HeldReservation
 from headrace.store.list_blocks import list_blocks
 from headrace.store.node_counters import NodeCounters
+from headrace.store.pins import Pins
 from headrace.store.plan_eviction import plan_eviction
+from headrace.store.prefix_orders import PrefixOrders
 from headrace.store.recover_arena import RecoveredArena
 from headrace.store.recover_disk import RecoveredDisk
+from headrace.store.removal_log import TIME_OVER
 from headrace.store.room_maker import RoomMaker
 from headrace.store.select_disk_blocks import list_disk_blocks, plan_disk_eviction, report_eviction, resident_blocks
 from headrace.store.tier_stats import stat_disk, stat_host
@@ -67,7 +73,9 @@ class StoreNode:
         lease_ttl_ms: int = LEASE_TTL_MS,
         reservation_ttl_ms: int = RESERVATION_TTL_MS,
         eviction_policy: PolicyName = DEFAULT_POLICY,
+        pin_share: float = 0.5,
     ) -> None:
+        """pin_share: of the arena, for pins."""
         self.node_id = node_id
         self.holder_id = HolderId(f"node:{node_id}")
         self.counters = NodeCounters()
@@ -78,17 +86,25 @@ class StoreNode:
         self._reservation_ttl_ms = reservation_ttl_ms
         self._blocks = HeldBlocks(eviction_policy)
         self.disk = DiskBlocks(None if disk is None else disk.tier, self._blocks, self._changes)
-        self.room = RoomMaker(arena, self._blocks, self.disk, self.counters, remove=self._remove)
-        # Equal times to live make insertion order the order of expiry.
-        self._leases: dict[str, HeldLease] = {}
-        self._reservations: dict[str, HeldReservation] = {}
+        self._claims = HeldClaims(clock)
+        self._terms = BlockTerms(arena, self._blocks, clock)
+        self._pins = Pins(arena, self._blocks, share=pin_share)
+        self._departures = Departures(
+            arena, self._blocks, self.disk, self._claims, changes=self._changes, pins=self._pins, counters=self.counters
+        )
+        self.room = RoomMaker(arena, self._blocks, self.disk, self.counters, remove=self._departures.remove)
+        self.orders = PrefixOrders(
+            self.holder_id, self._blocks, self.disk, pins=self._pins, terms=self._terms, counters=self.counters
+        )
         self._serial = 0
         self.draining = False  # takes no new blocks; what it holds can be read
         self._block_units = 0  # size of the last block reserved: the unit in which free room is reported
         self.incarnation = arena.begin_incarnation(clock.unix_ms())
-        for block in recovered.blocks if recovered is not None else ():
-            self._add_block(block.header, block.header_bytes, slot=block.slot, state=SlotState.COMMITTED)
-            self._show(self._blocks.get(block.header.namespace, block.header.block_hash))
+        for found in recovered.blocks if recovered is not None else ():
+            block = self._add_block(found.header, found.header_bytes, slot=found.slot, state=SlotState.COMMITTED)
+            self._terms.restore(block, found.terms)
+            self._show(block)
+            self._pins.restore(block, found.terms)
         if disk is not None:
             self.disk.adopt(disk, now_s=clock.now_s())
 
@@ -106,12 +122,16 @@ class StoreNode:
         return missing if in_arena + len(missing) > first_block else []
 
     def lease(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, retention: Retention = KEEP
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, retention: Retention | None = KEEP
     ) -> LeasedRun:
-        """Claim blocks `first_block..` as far as they are held without a gap, at most LEASE_BLOCKS_MAX of them."""
+        """Claim blocks `first_block..` as far as they are held without a gap, at most LEASE_BLOCKS_MAX of them.
+
+        They and all before them stay for as long as `retention` asks, if that is longer than before. None: an
+        operator reads, which keeps nothing longer.
+        """
         self.expire()
         run = self._blocks.run(namespace, chain, first_block=first_block)[:LEASE_BLOCKS_MAX]
-        if len(self._leases) >= STORE_LEASES_MAX:
+        if len(self._claims.leases) >= STORE_LEASES_MAX:
             run = []
         asked_blocks = max(0, len(chain) - first_block)
         hit_bytes = sum(block.header.payload_bytes for block in run)
@@ -123,8 +143,10 @@ class StoreNode:
             block.leases += 1
             block.hits += 1
         self._blocks.read(run[-1], now_s)
+        if retention is not None:
+            self._terms.use(run[-1], retention)
         lease_id = self._new_id("l")
-        self._leases[lease_id] = HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000)
+        self._claims.leases[lease_id] = HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000)
         return LeasedRun(
             lease_id=lease_id,
             incarnation=self.incarnation,
@@ -139,9 +161,7 @@ class StoreNode:
         """
         index = 0
         while True:
-            held = self._leases.get(lease_id)
-            if held is None or held.expires_at_s <= self._clock.now_s():
-                raise LeaseExpired(lease_id)
+            held = self._claims.live_lease(lease_id)
             if index == len(held.blocks):
                 return
             block = held.blocks[index]
@@ -150,7 +170,7 @@ class StoreNode:
 
     def holds_lease(self, lease_id: str) -> bool:
         """Whether the lease still protects its blocks."""
-        held = self._leases.get(lease_id)
+        held = self._claims.leases.get(lease_id)
         return held is not None and held.expires_at_s > self._clock.now_s()
 
     def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:
@@ -159,7 +179,7 @@ class StoreNode:
         `suspects` are indices of leased blocks whose bytes did not check out: each (at most SUSPECTS_MAX of them) is
         checked here again, and dropped with all that stand on it when it is really broken.
         """
-        held = self._leases.pop(lease_id, None)
+        held = self._claims.leases.pop(lease_id, None)
         if held is None:
             return
         named = [held.blocks[i] for i in dict.fromkeys(suspects) if i < len(held.blocks)][:SUSPECTS_MAX]
@@ -168,36 +188,35 @@ class StoreNode:
         for block in broken:
             if self._blocks.get(*block.key) is block:
                 self.counters.dropped_corrupt += 1
-                self._drain(block)
+                self._departures.drain(block)
 
     # Writers
 
     def reserve(self, headers: Sequence[BlockHeader], *, retention: Retention = KEEP) -> tuple[SlotOutcome, ...]:
-        """Claim a slot for each header, in chain order, making room by eviction. Raises BlockCorrupt for a header
-        whose hash does not follow from its parent and token ids: nothing is reserved then."""
+        """Claim a slot for each header, in chain order, making room by eviction. A block that is stored was used now,
+        and stays as long as `retention` asks. Raises BlockCorrupt for a header whose hash does not follow from its
+        parent and token ids: nothing is reserved then."""
         for header in headers:
             verify_identity(header)
         self.expire()
-        return tuple(self._reserve_one(header) for header in headers)
+        return tuple(self._reserve_one(header, retention) for header in headers)
 
     def commit(self, reservation_id: str, payload_xxh3: int) -> None:
         """Make a filled block readable once its payload has the checksum that the writer claims. Idempotent only in
         effect: a second commit raises LeaseExpired, the block stays. BlockCorrupt frees the slot."""
-        held = self._reservations.get(reservation_id)
-        if held is None or held.expires_at_s <= self._clock.now_s():
-            self.expire()
-            raise LeaseExpired(reservation_id)
+        held = self._claims.live_reservation(reservation_id)
         block = held.block
         with self._arena.payload(block.slot, block.header.payload_bytes) as payload:
             found = payload_digest(payload)
         if found != payload_xxh3:
-            self._drop_reserved(block)
+            self._departures.drop_reserved(block)
             why = f"payload checksum is {found:016x}, the writer says {payload_xxh3:016x}"
             raise BlockCorrupt(block.header.block_hash, why)
-        del self._reservations[reservation_id]
+        del self._claims.reservations[reservation_id]
         block.header = replace(block.header, payload_xxh3=payload_xxh3)
         block.header_bytes = encode_header(block.header)
-        self._arena.commit(block.slot, block.header_bytes)
+        self._terms.use(block, held.retention)
+        self._arena.commit(block.slot, block.header_bytes, block.terms)
         block.state = SlotState.COMMITTED
         block.reservation_id = ""
         self.counters.committed_blocks += 1
@@ -224,39 +243,46 @@ class StoreNode:
 
     def reserved_buffer(self, reservation_id: str) -> memoryview:
         """The slot of a reservation, to be filled by whoever receives a remote writer's bytes. Raises LeaseExpired."""
-        held = self._reservations.get(reservation_id)
-        if held is None or held.expires_at_s <= self._clock.now_s():
-            raise LeaseExpired(reservation_id)
+        held = self._claims.live_reservation(reservation_id)
         return self._arena.payload(held.block.slot, held.block.header.payload_bytes)
 
     def abort(self, reservation_id: str) -> None:
         """Give a slot back unwritten, with every reservation that stands on it; unknown ids are fine."""
-        held = self._reservations.get(reservation_id)
+        held = self._claims.reservations.get(reservation_id)
         if held is not None:
-            self._drop_reserved(held.block)
+            self._departures.drop_reserved(held.block)
 
     # The clock, operators
 
     def expire(self) -> int:
-        """End every lease and reservation whose time is up; returns how many."""
-        now_s = self._clock.now_s()
-        ended = 0
-        while self._leases:
-            lease_id, lease = next(iter(self._leases.items()))
-            if lease.expires_at_s > now_s:
-                break
-            del self._leases[lease_id]
-            self._end_lease(lease)
-            self.counters.expired_leases += 1
-            ended += 1
-        while self._reservations:
-            reservation = next(iter(self._reservations.values()))
-            if reservation.expires_at_s > now_s:
-                break
-            self._drop_reserved(reservation.block)
-            self.counters.expired_reservations += 1
-            ended += 1
-        return ended
+        """End every lease, reservation and pin whose time is up, and take out blocks whose time is over, one step of
+        `expire_blocks`; returns how many of all."""
+        ended, now_unix_ms = self._end_claims(), self._clock.unix_ms()
+        ended += self._pins.expire(now_unix_ms)
+        with self.room.because(TIME_OVER):
+            gone = expire_blocks(self._blocks, self._departures, now_unix_ms=now_unix_ms)
+        self.counters.expired_blocks += gone
+        return ended + gone
+
+    @property
+    def has_due(self) -> bool:
+        """Whether another `expire` now would find more: its steps are bounded."""
+        return self._blocks.is_due(self._clock.unix_ms())
+
+    def pin(self, selector: EvictSelector, *, until_unix_ms: int | None) -> ControlReport:
+        """Keep the blocks that a selector names, and all before them; as `PrefixOrders.pin`."""
+        self.expire()
+        return self.orders.pin(selector, until_unix_ms=until_unix_ms)
+
+    def unpin(self, selector: EvictSelector) -> ControlReport:
+        """Take pins back; as `PrefixOrders.unpin`."""
+        self.expire()
+        return self.orders.unpin(selector)
+
+    def set_ttl(self, selector: EvictSelector, *, expires_unix_ms: int | None) -> ControlReport:
+        """Have a prefix go at a moment, in every tier, or take that back; as `PrefixOrders.set_ttl`."""
+        self.expire()
+        return self.orders.set_ttl(selector, expires_unix_ms=expires_unix_ms)
 
     def evict(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Remove what the selector means and is not in use, tails first; dry, only say what would go."""
@@ -268,7 +294,7 @@ class StoreNode:
         if not dry_run:
             self.disk.remove(on_disk)
             for block in plan.victims:
-                self._remove(block)
+                self._departures.remove(block)
             self.counters.evicted_by_operator += len(plan.victims)
         return report
 
@@ -290,6 +316,7 @@ class StoreNode:
             holder=self.holder_id,
             incarnation=self.incarnation,
             block_units=self._block_units,
+            pins=self._pins,
         )
 
     def stats(self) -> list[HolderStat]:
@@ -323,27 +350,35 @@ class StoreNode:
         check_books(
             self._arena,
             self._blocks,
-            leased=[lease.blocks for lease in self._leases.values()],
-            reserved={reservation_id: held.block for reservation_id, held in self._reservations.items()},
+            leased=[lease.blocks for lease in self._claims.leases.values()],
+            reserved={reservation_id: held.block for reservation_id, held in self._claims.reservations.items()},
         )
+        self._claims.check_integrity()
+        self._pins.check_integrity()
         self.disk.check_integrity()
 
     # Steps
 
-    def _reserve_one(self, header: BlockHeader) -> SlotOutcome:
+    def _reserve_one(self, header: BlockHeader, retention: Retention) -> SlotOutcome:
         block_hash = header.block_hash
         header = replace(header, payload_xxh3=0)
-        if self._blocks.get(header.namespace, block_hash) is not None:
+        stored = self._blocks.get(header.namespace, block_hash)
+        if stored is not None:
+            self._blocks.touch(stored, self._clock.now_s())
+            self._terms.use(stored, retention)
             return AlreadyStored(block_hash)
+        if self.disk.get((header.namespace, block_hash)) is not None:
+            retention = KEEP  # as somebody asked who stored it before: the disk has no others
         header_bytes = encode_header(header)
         slot = None if self.draining else self.room.slot_for(header, header_bytes)
         if slot is None:
             self.counters.refused_blocks += 1
             return NotStored(block_hash)
         block = self._add_block(header, header_bytes, slot=slot, state=SlotState.RESERVED)
+        self._terms.begin(block, retention)
         block.reservation_id = self._new_id("r")
         expires_at_s = self._clock.now_s() + self._reservation_ttl_ms / 1_000
-        self._reservations[block.reservation_id] = HeldReservation(block, expires_at_s)
+        self._claims.reservations[block.reservation_id] = HeldReservation(block, expires_at_s, retention)
         return SlotReserved(
             reservation_id=block.reservation_id,
             slot=slot,
@@ -368,67 +403,37 @@ class StoreNode:
         self._blocks.add(block)
         return block
 
-    def _show(self, block: HeldBlock | None) -> None:
+    def _show(self, block: HeldBlock) -> None:
         """A block was committed: it and committed blocks that waited for it become visible and are announced."""
-        assert block is not None
         now_s = self._clock.now_s()
         shown = self._blocks.became_committed(block)
         for newly in shown:
             newly.used_s = now_s
             if newly.parent is not None:
                 self._blocks.touch(newly.parent, now_s)
+            self._terms.settle(newly)
             if self.disk.get(newly.key) is None:
                 self._changes.added(newly.header)
         for newly in shown or [block]:
             self._blocks.offer(newly)
 
-    def _remove(self, block: HeldBlock) -> None:
-        """Deregister, clear the record, free: the order that the module's docstring promises."""
-        if block.visible:
-            self._leave(block)
-        self._blocks.remove(block)
-        self._arena.free(block.slot)
-
-    def _leave(self, block: HeldBlock) -> None:
-        """A block is about to be unreadable in the arena; unless the disk has it, it is deregistered."""
-        if self.disk.get(block.key) is None:
-            self.disk.orphan(block.key)
-            self._changes.removed(*block.key)
-
-    def _drop_reserved(self, block: HeldBlock) -> None:
-        """End a reservation. What stands on it (reserved, or committed but not yet visible) has lost its prefix."""
-        family = self._blocks.with_descendants(block)
-        for member in reversed(family):
-            self._reservations.pop(member.reservation_id, None)
-            self._remove(member)
-        self.counters.dropped_orphans += len(family) - 1
-
-    def _drain(self, block: HeldBlock) -> None:
-        """Take a broken block and its descendants out of sight now, and out of memory as their leases end."""
-        for member in reversed(self._blocks.with_descendants(block)):
-            if member.state is SlotState.RESERVED:
-                self._reservations.pop(member.reservation_id, None)
-                self._remove(member)
-                continue
-            if member.visible:
-                self._leave(member)
-                member.visible = False
-            self._arena.clear_record(member.slot)
-            member.state = SlotState.DRAINING
-            self._free_if_drained(member)
-
-    def _free_if_drained(self, block: HeldBlock | None) -> None:
-        """Free a draining block without readers or children, then its parent if that waited for it."""
-        while block is not None and block.state is SlotState.DRAINING and not block.leases and not block.children:
-            parent = block.parent
-            self._remove(block)
-            block = parent
+    def _end_claims(self) -> int:
+        ended = 0
+        for lease in self._claims.take_lapsed_leases():
+            self._end_lease(lease)
+            self.counters.expired_leases += 1
+            ended += 1
+        for reservation in self._claims.lapsed_reservations():
+            self._departures.drop_reserved(reservation.block)
+            self.counters.expired_reservations += 1
+            ended += 1
+        return ended
 
     def _end_lease(self, lease: HeldLease) -> None:
         for block in reversed(lease.blocks):
             block.leases -= 1
             assert block.leases >= 0, "a lease was ended twice"
-            self._free_if_drained(block)
+            self._departures.free_if_drained(block)
             self._blocks.offer(block)
 
     def _whole(self, block: HeldBlock) -> bool:

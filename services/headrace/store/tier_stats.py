@@ -6,6 +6,7 @@ from headrace.core.generation import HolderStat
 from headrace.store.disk_blocks import DiskBlocks
 from headrace.store.held_blocks import HeldBlocks, SlotState
 from headrace.store.node_counters import NodeCounters
+from headrace.store.pins import Pins
 
 
 def stat_host(
@@ -16,6 +17,7 @@ def stat_host(
     holder: HolderId,
     incarnation: int,
     block_units: int,
+    pins: Pins,
 ) -> HolderStat:
     """The arena's row. Free room is counted in blocks of `block_units`, the size last written (0: none yet), so totals
     move when sizes mix."""
@@ -37,6 +39,8 @@ def stat_host(
         lookups=counters.lookups,
         read_bytes=counters.read_bytes,
         written_bytes=counters.committed_bytes,
+        pinned_bytes=pins.pinned_bytes,
+        pin_bytes_max=pins.bytes_max,
     )
 
 

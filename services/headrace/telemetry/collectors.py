@@ -37,6 +37,9 @@ class StoreCollector:
         for stat in stats:
             capacity.add_metric([stat.tier], stat.total_blocks * stat.block_bytes)
         yield capacity
+        pinned = GaugeMetricFamily("headrace_store_pinned_bytes", "Bytes that pins keep in the arena.")
+        pinned.add_metric([], sum(stat.pinned_bytes for stat in stats))
+        yield pinned
         for name, text, field in (
             ("headrace_store_lookup_tokens", "Tokens whose blocks were asked for.", "lookups_tokens"),
             ("headrace_store_hit_tokens", "Of those, tokens whose blocks were held.", "hits_tokens"),

@@ -46,6 +46,7 @@ class EvictionReason(StrEnum):
     CAPACITY = "capacity"  # room was needed
     QUOTA = "quota"  # its tenant has more than its quota
     ADMIN = "admin"  # somebody asked for it
+    TTL = "ttl"  # its time to live was over
 
 
 class Outcome(StrEnum):

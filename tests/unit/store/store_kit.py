@@ -15,6 +15,7 @@ from headrace.core.block import (
     hash_prompt,
     payload_digest,
 )
+from headrace.core.retention import KEEP, Retention
 from headrace.store.block_changes import BlockChanges, TellEach
 from headrace.store.store_node import StoreNode
 
@@ -63,10 +64,18 @@ class StoreKit:
     changes: ChangeLog
     node: StoreNode
 
-    def store(self, prompt: HashedPrompt, blocks: Sequence[int], layout: KvLayout = LAYOUT) -> list[BlockHeader]:
+    def store(
+        self,
+        prompt: HashedPrompt,
+        blocks: Sequence[int],
+        layout: KvLayout = LAYOUT,
+        *,
+        retention: Retention = KEEP,
+    ) -> list[BlockHeader]:
         """Reserve, fill and commit blocks of a prompt; those that get no slot are left out."""
         stored = []
-        for outcome in self.node.reserve([make_header(prompt, i, layout) for i in blocks]):
+        headers = [make_header(prompt, i, layout) for i in blocks]
+        for outcome in self.node.reserve(headers, retention=retention):
             if isinstance(outcome, SlotReserved):
                 fill(outcome)
                 self.node.commit(outcome.reservation_id, payload_digest(outcome.buffer))

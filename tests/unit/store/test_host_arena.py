@@ -1,15 +1,27 @@
 """The arena's file: one owner, never larger than allowed, found again, never changed under somebody who maps it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.blocks.host_arena import HostArena, arena_path, host_id, map_arena, open_arena, remove_arena
+from headrace.blocks.host_arena import (
+    ARENA_VERSION,
+    HostArena,
+    SlotTerms,
+    arena_path,
+    host_id,
+    map_arena,
+    open_arena,
+    remove_arena,
+)
 from headrace.core.errors import ConfigInvalid, StoreUnavailable
 
 MB = 1 << 20
+GOLDEN = Path(__file__).parents[2] / "golden" / "arena_records.json"
+TERMS = {"plain": SlotTerms(), "all terms": SlotTerms(1_700_000_000_123, 1_700_000_500_000, 2**63 - 1, True)}
 
 
 def test_the_file_is_as_large_as_allowed_and_slots_fill_less_than_it(tmp_path: Path) -> None:
@@ -20,7 +32,7 @@ def test_the_file_is_as_large_as_allowed_and_slots_fill_less_than_it(tmp_path: P
     arena.check_integrity()
     assert (tmp_path / "headrace-n.arena").stat().st_size == MB
     assert taken == arena.num_units // 7 * 7
-    assert arena.data_bytes + arena.num_units * 16 + 4_096 <= MB
+    assert arena.data_bytes + arena.num_units * 32 + 4_096 <= MB
     arena.close()
 
 
@@ -137,3 +149,58 @@ def test_processes_that_see_the_same_directory_share_a_host_id(tmp_path: Path) -
     other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_id(tmp_path)
     assert host_id("/proc") != host_id(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(TERMS))
+def test_records_have_the_bytes_of_their_version(name: str) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="ascii"))
+    assert golden["version"] == ARENA_VERSION
+    arena = HostArena.in_memory(MB)
+    slot = arena.allocate(2)
+    arena.commit(slot, b"header", TERMS[name])
+    assert bytes(arena._memory[4_096 + 32 * slot :][:32]).hex() == golden["records"][name]
+    assert [record.terms for record in arena.records()] == [TERMS[name]]
+
+
+def test_terms_change_in_place_and_are_found_by_the_next_owner(tmp_path: Path) -> None:
+    """Fails when a change reaches the state, the lengths or another slot's record."""
+    path = arena_path(tmp_path, "n")
+    arena = open_arena(path, MB)
+    slots = [arena.allocate(2), arena.allocate(3)]
+    for slot in slots:
+        arena.commit(slot, b"header")
+    arena.set_terms(slots[1], TERMS["all terms"])
+    arena.close()
+    again = open_arena(path, MB)
+    found = [(record.slot, record.units, record.header, record.terms) for record in again.records()]
+    assert found == [(slots[0], 2, b"header", SlotTerms()), (slots[1], 3, b"header", TERMS["all terms"])]
+    again.set_terms(slots[1], SlotTerms())
+    assert [record.terms for record in again.records()] == [SlotTerms(), SlotTerms()]
+    again.close()
+
+
+def test_a_slot_that_is_used_anew_has_none_of_its_former_terms() -> None:
+    arena = HostArena.in_memory(MB)
+    slot = arena.allocate(1)
+    arena.commit(slot, b"header", TERMS["all terms"])
+    arena.free(slot)
+    assert arena.allocate(1) == slot
+    arena.commit(slot, b"header")
+    assert [record.terms for record in arena.records()] == [SlotTerms()]
+
+
+def test_an_arena_of_an_earlier_version_is_replaced_by_its_owner_and_refused_by_readers(tmp_path: Path) -> None:
+    path = arena_path(tmp_path, "n")
+    arena = open_arena(path, MB)
+    slot = arena.allocate(1)
+    arena.commit(slot, b"header")
+    arena.close()
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write((ARENA_VERSION - 1).to_bytes(4, "little"))
+    with pytest.raises(StoreUnavailable, match="format"):
+        map_arena(path)
+    again = open_arena(path, MB)
+    assert again.free_bytes == again.data_bytes
+    assert not list(again.records())
+    again.close()

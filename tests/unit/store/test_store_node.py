@@ -327,7 +327,7 @@ def test_recovery_keeps_what_is_before_a_damaged_block_and_frees_the_rest(damage
     else:
         record = next(record for record in kit.arena.records() if record.slot == slot)
         assert record.units == 1
-        kit.arena._memory[4_096 + 16 * slot] = 2
+        kit.arena._memory[4_096 + 32 * slot] = 2
     arena = kit.arena.reattached()
     recovered = recover_arena(arena)
     assert [block.header.position for block in recovered.blocks] == [0, 1]
