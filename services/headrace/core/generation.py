@@ -247,6 +247,7 @@ class BlockInfo:
     pinned_until_unix_ms: int = 0  # of a pin on this very block; 0: none
     protected_by_pin: bool = False  # it or a block that stands on it is pinned
     expires_unix_ms: int = 0  # 0: it has no time to live
+    narrowed_from: tuple[str, ...] = ()  # namespaces that this one lies in, the model's own among them
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
         idle_s=block.idle_s,
         leases=block.references,
         expires_unix_ms=block.expires_unix_ms,
+        narrowed_from=block.narrowed_from,
     )
 
 

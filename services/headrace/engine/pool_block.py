@@ -18,6 +18,7 @@ class PoolBlock:
     parent_hash: BlockHash
     position: int
     token_ids: tuple[int, ...]
+    narrowed_from: tuple[NamespaceId, ...]
     references: int
     hits: int  # times it was taken by hash
     age_s: float  # since it was hashed
@@ -60,6 +61,7 @@ class HashedBlock:
             parent_hash=self.parent_hash,
             position=self.position,
             token_ids=self.token_ids,
+            narrowed_from=self.narrowed_from,
             references=references,
             hits=self.hits,
             age_s=max(0.0, (unix_ms - self.created_unix_ms) / 1_000),

@@ -18,16 +18,16 @@ from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.admin_scope import AdminScope, admin_scope
 from headrace.gateway.answer_why_miss import answer_why_miss
-from headrace.gateway.audit_log import audit
+from headrace.gateway.audit_log import asked_of, audit
 from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.drain_node import drain_node
 from headrace.gateway.evict_everywhere import evict_everywhere
 from headrace.gateway.examine_system import Stubs, examine_system
 from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
-from headrace.gateway.list_everywhere import list_everywhere, name_models
+from headrace.gateway.list_everywhere import list_everywhere, name_blocks
 from headrace.gateway.move_block import move_block, read_block
 from headrace.gateway.order_prefix import order_prefix
-from headrace.gateway.price_eviction import price_eviction
+from headrace.gateway.price_eviction import count_hits, price_eviction
 from headrace.gateway.refuse_call import RefuseCall
 from headrace.gateway.service import GatewayService
 from headrace.wire.render import (
@@ -40,6 +40,8 @@ from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
 
 Reply = TypeVar("Reply")
+
+ORDER_NAMES = {"Pin": "pin", "Unpin": "unpin", "SetTtl": "set ttl"}  # of RPCs, in audit lines
 
 
 class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
@@ -125,14 +127,14 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
     async def _order(
         self, rpc: str, request: admin_pb2.PinRequest | admin_pb2.SetTtlRequest, scope: AdminScope
     ) -> admin_pb2.ControlReply:
-        scope.require_all("order what is kept")
-        selectors = await self._fleet.resolve(request.selector, scope)
-        order = type(request)()
-        order.CopyFrom(request)
-        order.who = scope.tenant.name
-        reply = await order_prefix(self._fleet, rpc, order, selectors, holders=request.selector.holders)
-        effect = {report.holder: report.error or report.why or report.outcome for report in reply.reports}
-        audit(scope.tenant.name, rpc, {"prefix_length": len(request.selector.prefix_token_ids)}, effect)
+        reply = await order_prefix(self._fleet, rpc, request, scope)
+        times = {name: getattr(request, name) for name in ("for_s", "ttl_s") if _has(request, name)}
+        effect = {
+            "blocks": sum(report.blocks for report in reply.reports),
+            "bytes": sum(report.bytes for report in reply.reports),
+            "holders": {report.holder: report.error or report.outcome for report in reply.reports},
+        }
+        audit(scope.tenant.name, ORDER_NAMES[rpc], {**asked_of(request.selector), **times}, effect)
         return reply
 
     async def _doctor(self, request: admin_pb2.DoctorRequest, scope: AdminScope) -> admin_pb2.DoctorReply:
@@ -180,7 +182,7 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         selectors = await self._fleet.resolve(request.selector, scope)
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
         whole = await list_everywhere(self._fleet, selectors, limit=limit, holders=request.selector.holders)
-        await name_models(self._fleet, whole, with_text=request.with_text)
+        await name_blocks(self._fleet, whole, with_text=request.with_text)
         return whole
 
     async def _stat(self, scope: AdminScope) -> admin_pb2.StatReply:
@@ -230,6 +232,8 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
             copies_are_all=listing.total_blocks == len(listing.blocks) and not listing.errors,
             dry_run=request.dry_run,
         )
+        owners = self._fleet.namespace_to_account()
+        hits = count_hits(reports if request.dry_run else (), listed=listing.blocks, namespace_to_account=owners)
         if not request.dry_run:
             self._audit("evict", request.selector, scope, reports)
         measured = self._service.prefill_rate.tokens_per_s
@@ -240,19 +244,23 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
             lost_tokens_at_most=price.at_most,
             tokens_per_s=request.tokens_per_s if source == "configured" else measured,
             tokens_per_s_from=source,
+            tenants=[
+                admin_pb2.TenantHit(tenant=hit.account, blocks=hit.blocks, prefixes=hit.prefixes)
+                for hit in hits.accounts
+            ],
+            prefixes=hits.prefixes,
+            hits_at_least=hits.at_least,
         )
 
     def _audit(
         self, what: str, selector: admin_pb2.Selector, scope: AdminScope, reports: Sequence[EvictReport]
     ) -> None:
-        asked = {field.name: value for field, value in selector.ListFields() if not field.name.startswith("prefix")}
-        prefix = len(selector.prefix_text) or len(selector.prefix_token_ids)
         effect = {
             "blocks": sum(report.blocks for report in reports),
             "bytes": sum(report.bytes for report in reports),
             "holders": {report.holder: report.error or report.blocks for report in reports},
         }
-        audit(scope.tenant.name, what, {**asked, "prefix_length": prefix}, effect)
+        audit(scope.tenant.name, what, asked_of(selector), effect)
 
     async def _status(self, scope: AdminScope) -> admin_pb2.StatusReply:
         scope.require_all("see every worker's load")
@@ -266,6 +274,10 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
             workers=[render_worker(worker) for worker in self._service.table.records()],
             index_available=self._service.index_available,
         )
+
+
+def _has(request: Any, name: str) -> bool:
+    return name in request.DESCRIPTOR.fields_by_name and request.HasField(name)
 
 
 def _stat_of_report(report: EvictReport) -> HolderStat:

@@ -12,10 +12,11 @@ import grpc
 
 from headrace.core.clock import Deadline
 from headrace.core.errors import InvalidRequest
-from headrace.core.generation import DeviceListing, EvictSelector
+from headrace.core.generation import ControlReport, DeviceListing, EvictSelector
 from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.admin_scope import AdminScope
+from headrace.gateway.name_accounts import name_accounts
 from headrace.gateway.resolve_selector import resolve_selector
 from headrace.gateway.service import GatewayService
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
@@ -70,6 +71,17 @@ class Fleet:
         """What a worker's own pool holds."""
         async with Deadline.after(TIMEOUT_S, self.service.clock).scope(f"listing what {worker.worker_id} holds"):
             return await self.service.calls.list_device(worker, selector, limit=limit)
+
+    async def set_device_ttl(
+        self, worker: WorkerRecord, selector: EvictSelector, *, ttl_s: float | None
+    ) -> ControlReport:
+        """Have a prefix go from a worker's own pool at a moment; None takes that back."""
+        async with Deadline.after(TIMEOUT_S, self.service.clock).scope(f"setting a time to live on {worker.worker_id}"):
+            return await self.service.calls.set_device_ttl(worker, selector, ttl_s=ttl_s)
+
+    def namespace_to_account(self) -> dict[str, str]:
+        """Whose the namespaces of live workers' models are."""
+        return name_accounts((w.namespace for w in self.service.table.records()), self.service.key_ring)
 
     def for_worker(self, worker: WorkerRecord, selectors: Sequence[EvictSelector]) -> list[EvictSelector]:
         """The selectors that can mean blocks of this worker's pool: all but those of another worker's namespace. A

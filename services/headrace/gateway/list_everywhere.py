@@ -9,6 +9,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.generation import EvictSelector
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
+from headrace.gateway.name_accounts import account_of
 from headrace.wire.render import render_block, render_selector
 from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
@@ -43,12 +44,14 @@ async def list_everywhere(
     return whole
 
 
-async def name_models(fleet: Fleet, reply: admin_pb2.ListBlocksReply, *, with_text: bool) -> None:
-    """Fill in each block's model and, if asked for, its text. Blocks of a model that no live worker serves keep
-    neither: only workers tell which model a namespace is of."""
+async def name_blocks(fleet: Fleet, reply: admin_pb2.ListBlocksReply, *, with_text: bool) -> None:
+    """Fill in each block's account, its model and, if asked for, its text. Blocks of a model that no live worker serves
+    keep none of them: only workers tell which model a namespace is of."""
     by_namespace = {w.namespace.id: w for w in fleet.service.table.records()}
+    namespace_to_account = fleet.namespace_to_account()
     deadline = Deadline.after(TIMEOUT_S, fleet.service.clock)
     for block in reply.blocks:
+        block.tenant = account_of(block, namespace_to_account)
         worker = by_namespace.get(block.base_namespace)
         if worker is None:
             continue

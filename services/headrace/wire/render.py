@@ -102,6 +102,7 @@ def render_block(block: BlockInfo, *, model: str = "", text: str = "") -> admin_
         pinned_until_unix_ms=block.pinned_until_unix_ms,
         protected_by_pin=block.protected_by_pin,
         expires_unix_ms=block.expires_unix_ms,
+        narrowed_from=block.narrowed_from,
         text=text,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from store_kit import StoreKit, make_kit
 from tiny_gateway import NODE, TinyGateway, TinyWorker, make_namespace, make_worker_record, tiny_gateway
 
+from headrace.core.block import HashedPrompt
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.members import StoreNodeRecord
 from headrace.gateway.serve_grpc import serve_grpc
@@ -42,11 +43,11 @@ class Admin:
 
 
 @asynccontextmanager
-async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None):
+async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None, **service_options):
     """A gateway over running store nodes of these names, and some that are announced but do not answer."""
     workers = [replace(worker, namespace=namespace) if namespace else worker for worker in WORKERS]
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(tiny_gateway(*workers, model_path=model_path))
+        gateway = await stack.enter_async_context(tiny_gateway(*workers, model_path=model_path, **service_options))
         if model_path:  # loaded here, since a busy machine takes longer than an admin call may
             await gateway.service.tokenizers.get(model_path, deadline=Deadline.after(60, SystemClock()))
         await gateway.membership.withdraw(NODE)
@@ -80,19 +81,24 @@ def _announce_drain(gateway: TinyGateway, record: StoreNodeRecord, kit: StoreKit
     return lambda: gateway.membership.announce(replace(record, draining=kit.node.draining), ttl_ms=60_000)
 
 
-def store_text(kit: StoreKit, text: str, *, salt: str = "") -> int:
+def store_text(kit: StoreKit, text: str, *, salt: str = "", group: str = "") -> int:
     """Have a node hold the blocks of a text (one token a byte, as the test's tokenizer has it); returns how many."""
-    prompt = hash_for(make_namespace(), token_ids_of(text), cache_salt=salt)
+    prompt = prompt_of(text, salt=salt, group=group)
     return len(kit.store(prompt, range(len(prompt.chain))))
 
 
-def keep_on_device(worker: TinyWorker, text: str, *, salt: str = "") -> int:
+def keep_on_device(worker: TinyWorker, text: str, *, salt: str = "", group: str = "") -> int:
     """Have a worker's pool keep the blocks of a text for reuse; returns how many."""
-    prompt = hash_for(make_namespace(), token_ids_of(text), cache_salt=salt)
+    prompt = prompt_of(text, salt=salt, group=group)
     taken = worker.pool.take(len(prompt.chain))
     worker.pool.hash_blocks(prompt, taken.block_ids)
     worker.pool.unref_all(taken.block_ids)
     return len(prompt.chain)
+
+
+def prompt_of(text: str, *, salt: str = "", group: str = "") -> HashedPrompt:
+    """A text as the gateway hashes it for a tenant of that trust group."""
+    return hash_for(make_namespace(), token_ids_of(text), cache_salt=salt, trust_group=group)
 
 
 def token_ids_of(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ or a cached prefix must give the same text. Workers can be told to fail, to hang
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,6 +134,7 @@ class TinyCalls:
     index: MemoryIndex
     evicted: list[tuple[str, EvictSelector, bool]] = field(default_factory=list)
     stored: set[bytes] = field(default_factory=set)
+    publish_to: Callable[[GenerateRequest], object] = lambda request: None  # a real store node's, say
 
     async def prefill(self, call: PrefillCall) -> PrefillResult:
         worker = self.workers[call.worker_id]
@@ -218,6 +219,7 @@ class TinyCalls:
 
     async def _publish(self, request: GenerateRequest) -> None:
         self.stored.update(request.prompt.chain)
+        self.publish_to(request)
         await self.index.register(
             holder=HolderId(NODE.holder_id),
             incarnation=NODE.incarnation,

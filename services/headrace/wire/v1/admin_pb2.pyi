@@ -55,7 +55,7 @@ class ListBlocksReply(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[BlockEntry, _Mapping]]] = ..., total_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
 
 class BlockEntry(_message.Message):
-    __slots__ = ("namespace", "model", "block_hash", "parent_hash", "position", "token_ids", "bytes", "holder", "tier", "hits", "age_s", "idle_s", "leases", "text", "producer", "created_unix_ms", "payload_xxh3", "base_namespace", "pinned_until_unix_ms", "protected_by_pin", "expires_unix_ms", "tenant")
+    __slots__ = ("namespace", "model", "block_hash", "parent_hash", "position", "token_ids", "bytes", "holder", "tier", "hits", "age_s", "idle_s", "leases", "text", "producer", "created_unix_ms", "payload_xxh3", "base_namespace", "pinned_until_unix_ms", "protected_by_pin", "expires_unix_ms", "tenant", "narrowed_from")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class BlockEntry(_message.Message):
     PROTECTED_BY_PIN_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    NARROWED_FROM_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     model: str
     block_hash: bytes
@@ -100,7 +101,8 @@ class BlockEntry(_message.Message):
     protected_by_pin: bool
     expires_unix_ms: int
     tenant: str
-    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., block_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., holder: _Optional[str] = ..., tier: _Optional[str] = ..., hits: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., text: _Optional[str] = ..., producer: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., payload_xxh3: _Optional[int] = ..., base_namespace: _Optional[str] = ..., pinned_until_unix_ms: _Optional[int] = ..., protected_by_pin: _Optional[bool] = ..., expires_unix_ms: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    narrowed_from: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., block_hash: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., bytes: _Optional[int] = ..., holder: _Optional[str] = ..., tier: _Optional[str] = ..., hits: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., text: _Optional[str] = ..., producer: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., payload_xxh3: _Optional[int] = ..., base_namespace: _Optional[str] = ..., pinned_until_unix_ms: _Optional[int] = ..., protected_by_pin: _Optional[bool] = ..., expires_unix_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., narrowed_from: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HolderError(_message.Message):
     __slots__ = ("holder", "error")
@@ -173,18 +175,34 @@ class EvictRequest(_message.Message):
     def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., dry_run: _Optional[bool] = ..., who: _Optional[str] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class EvictReply(_message.Message):
-    __slots__ = ("reports", "lost_tokens", "lost_tokens_at_most", "tokens_per_s", "tokens_per_s_from")
+    __slots__ = ("reports", "lost_tokens", "lost_tokens_at_most", "tokens_per_s", "tokens_per_s_from", "tenants", "prefixes", "hits_at_least")
     REPORTS_FIELD_NUMBER: _ClassVar[int]
     LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOST_TOKENS_AT_MOST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FROM_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    HITS_AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     reports: _containers.RepeatedCompositeFieldContainer[EvictReport]
     lost_tokens: int
     lost_tokens_at_most: bool
     tokens_per_s: float
     tokens_per_s_from: str
-    def __init__(self, reports: _Optional[_Iterable[_Union[EvictReport, _Mapping]]] = ..., lost_tokens: _Optional[int] = ..., lost_tokens_at_most: _Optional[bool] = ..., tokens_per_s: _Optional[float] = ..., tokens_per_s_from: _Optional[str] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantHit]
+    prefixes: int
+    hits_at_least: bool
+    def __init__(self, reports: _Optional[_Iterable[_Union[EvictReport, _Mapping]]] = ..., lost_tokens: _Optional[int] = ..., lost_tokens_at_most: _Optional[bool] = ..., tokens_per_s: _Optional[float] = ..., tokens_per_s_from: _Optional[str] = ..., tenants: _Optional[_Iterable[_Union[TenantHit, _Mapping]]] = ..., prefixes: _Optional[int] = ..., hits_at_least: _Optional[bool] = ...) -> None: ...
+
+class TenantHit(_message.Message):
+    __slots__ = ("tenant", "blocks", "prefixes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    blocks: int
+    prefixes: int
+    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., prefixes: _Optional[int] = ...) -> None: ...
 
 class EvictReport(_message.Message):
     __slots__ = ("holder", "blocks", "tokens", "bytes", "skipped_leased_blocks", "dry_run", "error", "block_hashes", "skipped_pinned_blocks")

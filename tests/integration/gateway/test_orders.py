@@ -1,0 +1,222 @@
+"""Orders about what is kept, over a real gateway and real store nodes: times to live, pins, whose blocks are whose."""
+
+import json
+
+import grpc
+import pytest
+from admin_kit import admin_over, keep_on_device, prompt_of, store_text
+from store_kit import HandClock
+
+from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_key
+from headrace.engine.block_pool import BlockPool
+from headrace.transfer.device_expiry import DeviceExpiry
+from headrace.wire.v1 import admin_pb2
+
+TEXT = "sharedheadtail"  # three blocks, as "sharedhead" has two
+GROUPS = {"one": "tenant:one", "two": "tenant:two", "three": "group:both"}
+TENANTS = [Tenant(name, group) for name, group in GROUPS.items()]
+TENANTS.append(Tenant("operator", "tenant:operator", TenantRole.ADMIN))
+KEYS = {tenant.name: new_key() for tenant in TENANTS}
+RING = KeyRing(tuple((HashedKey.of(KEYS[tenant.name]), tenant) for tenant in TENANTS))
+
+
+def as_(tenant: str):
+    return (("authorization", f"Bearer {KEYS[tenant]}"),)
+
+
+async def set_ttl(admin, ttl_s=None, *, who="operator", **selector):
+    """Reports by holder."""
+    request = admin_pb2.SetTtlRequest(selector=selector, ttl_s=ttl_s)
+    return {report.holder: report for report in (await admin.stub.SetTtl(request, metadata=as_(who))).reports}
+
+
+async def order(admin, rpc, *, who="operator", for_s=None, **selector):
+    """Reports by holder."""
+    request = admin_pb2.PinRequest(selector=selector, for_s=for_s)
+    reply = await getattr(admin.stub, rpc)(request, metadata=as_(who))
+    return {report.holder: report for report in reply.reports}
+
+
+def on_hand_clock(admin, worker_id):
+    """The worker with an empty pool whose time a test moves."""
+    worker, clock = admin.gateway.worker(worker_id), HandClock()
+    worker.pool = BlockPool(100, clock=clock)
+    worker.expiry = DeviceExpiry(worker.pool, worker.record, clock=clock)
+    return worker, clock
+
+
+def on_device(worker, text=TEXT, **identity):
+    return worker.pool.resident_blocks(prompt_of(text, **identity))
+
+
+async def test_an_order_reaches_workers_pools_and_what_they_load_until_its_moment(model_path):
+    """Fails when a prefix still hits on the device after its time, or goes before it."""
+    async with admin_over(model_path) as admin:
+        (holds, clock), (loads, later) = on_hand_clock(admin, "d0"), on_hand_clock(admin, "d1")
+        keep_on_device(holds, TEXT)
+        reports = await set_ttl(admin, 60, prefix_text="sharedhead")
+        assert {holder: (r.outcome, r.blocks, r.why) for holder, r in reports.items()} == {
+            "worker:d0": ("done", 2, ""),
+            "worker:d1": ("not held", 0, ""),
+        }
+        keep_on_device(loads, TEXT)
+        for now in (clock, later):
+            now.seconds += 59
+        holds.expiry.step()
+        loads.expiry.step()
+        assert (on_device(holds), on_device(loads)) == (3, 3)
+        for now in (clock, later):
+            now.seconds += 1
+        holds.expiry.step()
+        loads.expiry.step()
+        assert (on_device(holds), on_device(loads)) == (1, 1)
+
+
+async def test_an_order_is_taken_back_on_workers_too(model_path):
+    """Fails when a prefix goes after its order was undone."""
+    async with admin_over(model_path) as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        keep_on_device(worker, TEXT)
+        await set_ttl(admin, 60, prefix_text="sharedhead")
+        assert (await set_ttl(admin, prefix_text="sharedhead"))["worker:d0"].outcome == "done"
+        clock.seconds += 1_000
+        worker.expiry.step()
+        assert on_device(worker) == 3
+
+
+async def test_what_nobody_holds_cannot_be_ordered_about_and_nobody_remembers_the_order(model_path):
+    """Fails when silence is taken for success, or a prefix that is warmed later goes by an order that was not taken."""
+    async with admin_over(model_path) as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        reports = await set_ttl(admin, 60, prefix_text="sharedhead")
+        assert {(report.outcome, report.why) for report in reports.values()} == {
+            ("not held", "none of those asked holds it: warm it first")
+        }
+        keep_on_device(worker, TEXT)
+        clock.seconds += 100
+        worker.expiry.step()
+        assert on_device(worker) == 3
+
+
+async def test_named_holders_alone_are_asked(model_path):
+    """Fails when an order for one holder reaches another."""
+    async with admin_over(model_path) as admin:
+        for worker_id in ("d0", "d1"):
+            keep_on_device(admin.gateway.worker(worker_id), TEXT)
+        assert set(await set_ttl(admin, 60, prefix_text="sharedhead", holders=["worker:d1"])) == {"worker:d1"}
+        with pytest.raises(grpc.aio.AioRpcError, match="no live holder 'worker:d9'"):
+            await set_ttl(admin, 60, prefix_text="sharedhead", holders=["worker:d9"])
+        with pytest.raises(grpc.aio.AioRpcError, match="pins are kept by store nodes"):
+            await order(admin, "Pin", prefix_text="sharedhead", holders=["worker:d1"])
+
+
+@pytest.mark.parametrize(
+    ("selector", "why"),
+    [
+        ({}, "names a prefix or blocks"),
+        ({"model": "tiny"}, "names a prefix or blocks"),
+        ({"prefix_text": "sharedhead", "idle_for_s": 5}, "idle_for_s is for evictions"),
+        ({"prefix_text": "sharedhead", "older_than_s": 5}, "older_than_s is for evictions"),
+        ({"prefix_text": "sharedhead", "free_bytes": 5}, "free_bytes is for evictions"),
+        ({"prefix_text": "sharedhead", "tier": "disk"}, "leave tier out"),
+        ({"prefix_text": "abc"}, "less than one block"),
+        ({"block_hashes": [b"short"]}, "16 or 32 bytes"),
+    ],
+)
+async def test_an_order_names_a_prefix_or_blocks_and_nothing_else(model_path, selector, why):
+    """Fails when an order is taken for more than its sender can have meant."""
+    async with admin_over(model_path) as admin:
+        for attempt in (set_ttl(admin, 60, **selector), order(admin, "Pin", **selector)):
+            with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
+                await attempt
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("seconds", [0, 5, -1, float("nan"), 1e12])
+async def test_times_out_of_range_are_refused(model_path, seconds):
+    """Fails when a pin of no length or a moment in the past is taken."""
+    async with admin_over(model_path, "n0") as admin:
+        store_text(admin.kits["n0"], TEXT)
+        with pytest.raises(grpc.aio.AioRpcError, match="for_s must lie in"):
+            await order(admin, "Pin", prefix_text=TEXT, for_s=seconds)
+        with pytest.raises(grpc.aio.AioRpcError, match="ttl_s must lie in"):
+            await set_ttl(admin, seconds, prefix_text=TEXT)
+
+
+async def test_a_tenant_can_neither_pin_nor_unpin(model_path):
+    """Fails when a tenant can take room from others for good, or free what the operator keeps."""
+    async with admin_over(model_path, "n0", key_ring=RING) as admin:
+        store_text(admin.kits["n0"], TEXT, group="tenant:one")
+        for rpc in ("Pin", "Unpin"):
+            with pytest.raises(grpc.aio.AioRpcError, match="may not pin") as refused:
+                await order(admin, rpc, who="one", prefix_text=TEXT)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_tenant_orders_for_its_own_blocks_and_reaches_no_others(model_path):
+    """Fails when a tenant can have another one's blocks dropped, by prefix or by hash."""
+    async with admin_over(model_path, key_ring=RING) as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        for name in ("one", "two"):
+            keep_on_device(worker, TEXT, group=GROUPS[name])
+        theirs = prompt_of(TEXT, group=GROUPS["two"]).chain
+        assert (await set_ttl(admin, 60, who="one", block_hashes=theirs))["worker:d0"].outcome == "not held"
+        assert (await set_ttl(admin, 60, who="one", prefix_text="sharedhead"))["worker:d0"].blocks == 2
+        clock.seconds += 60
+        worker.expiry.step()
+        assert on_device(worker, group=GROUPS["one"]) == 1
+        assert on_device(worker, group=GROUPS["two"]) == 3
+
+
+async def test_every_order_leaves_an_audit_line_without_the_prompt(model_path, caplog):
+    """Fails when nobody can tell later who ordered what, or users' text lands in the log."""
+    caplog.set_level("INFO", logger="headrace.audit")
+    async with admin_over(model_path, key_ring=RING) as admin:
+        keep_on_device(admin.gateway.worker("d0"), TEXT, group=GROUPS["one"])
+        await set_ttl(admin, 60, who="one", prefix_text="sharedhead")
+    (line,) = [json.loads(record.message) for record in caplog.records if record.name == "headrace.audit"]
+    assert (line["who"], line["what"]) == ("one", "set ttl")
+    assert line["asked"] == {"prefix_length": len("sharedhead"), "ttl_s": 60.0}
+    assert line["effect"]["holders"] == {"worker:d0": "done", "worker:d1": "not held"}
+    assert line["effect"]["blocks"] == 2
+
+
+async def test_a_listing_names_the_account_of_each_block_under_a_salt_too(model_path):
+    """Fails when an operator cannot tell whose blocks fill a node."""
+    async with admin_over(model_path, "n1", key_ring=RING) as admin:
+        node, worker = admin.kits["n1"], admin.gateway.worker("d0")
+        store_text(node, TEXT, group="tenant:one")
+        store_text(node, TEXT, group="group:both", salt="mine")
+        store_text(node, "from before", group="tenant:left the file")
+        keep_on_device(worker, TEXT, group="tenant:two", salt="mine")
+        listing = await admin.stub.ListBlocks(admin_pb2.ListBlocksRequest(), metadata=as_("operator"))
+        named = {(block.holder, block.tenant): 0 for block in listing.blocks}
+        for block in listing.blocks:
+            named[block.holder, block.tenant] += 1
+        assert named == {
+            ("node:n1", "tenant:one"): 3,
+            ("node:n1", "group:both"): 3,
+            ("node:n1", ""): 2,
+            ("worker:d0", "tenant:two"): 3,
+        }
+        own = await admin.stub.ListBlocks(admin_pb2.ListBlocksRequest(), metadata=as_("two"))
+        assert {block.tenant for block in own.blocks} == {"tenant:two"}
+
+
+async def test_a_dry_run_says_whose_prompts_an_eviction_would_cut(model_path):
+    """Fails when copies count twice, a branch is missed, or a prompt counts once for each of its blocks."""
+    async with admin_over(model_path, "n0", "n1", key_ring=RING) as admin:
+        for kit in admin.kits.values():  # two copies of everything
+            store_text(kit, "sharedheadtail", group="tenant:one")
+            store_text(kit, "sharedheadelse", group="tenant:one")
+            store_text(kit, "sharedhead", group="tenant:two", salt="mine")
+        request = admin_pb2.EvictRequest(selector={"prefix_text": "shar", "holders": ["node:n0", "node:n1"]})
+        request.dry_run = True
+        dry = await admin.stub.Evict(request, metadata=as_("operator"))
+        assert [(hit.tenant, hit.blocks, hit.prefixes) for hit in dry.tenants] == [
+            ("tenant:one", 4, 2),
+            ("tenant:two", 2, 1),
+        ]
+        assert (dry.prefixes, dry.hits_at_least) == (3, False)
+        own = await admin.stub.Evict(request, metadata=as_("two"))
+        assert ([hit.tenant for hit in own.tenants], own.prefixes) == (["tenant:two"], 1)
