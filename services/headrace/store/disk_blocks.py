@@ -13,14 +13,17 @@ to be written or marked is handed out as plain jobs, and whoever does that work 
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from headrace.blocks.disk_tier import DiskRecord, DiskTier, record_bytes
 from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
 from headrace.core.limits import DEMOTE_QUEUE_BYTES_MAX, DISK_BLOCKS_MAX
 from headrace.store.block_changes import BlockChanges
+from headrace.store.disk_counters import DiskCounters
 from headrace.store.held_blocks import BlockKey, HeldBlock, HeldBlocks
 from headrace.store.recover_disk import RecoveredDisk
+from headrace.store.removal_log import BROKEN_ON_DISK, MADE_ROOM_ON_DISK, NOT_WRITTEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,27 +110,6 @@ class WriteJob:
 
 
 @dataclass(slots=True)
-class DiskCounters:
-    """What happened in the disk tier since the start; only ever rising."""
-
-    demoted_blocks: int = 0
-    demoted_bytes: int = 0
-    promoted_blocks: int = 0
-    promoted_bytes: int = 0
-    dropped_demotions: int = 0  # the queue was full, or the block too large
-    write_failures: int = 0
-    evicted_for_room: int = 0
-    evicted_by_operator: int = 0
-    dropped_corrupt: int = 0
-    dropped_orphans: int = 0
-
-    @property
-    def evicted_blocks(self) -> int:
-        """Blocks whose copy here was given up, whatever the reason."""
-        return self.evicted_for_room + self.evicted_by_operator + self.dropped_corrupt + self.dropped_orphans
-
-
-@dataclass(slots=True)
 class DiskBlocks:
     """All blocks of one node's disk tier. Without a tier it keeps nothing and every call has no effect."""
 
@@ -135,6 +117,7 @@ class DiskBlocks:
     arena_blocks: HeldBlocks
     changes: BlockChanges
     wake: Callable[[], None] = lambda: None  # called when there is something to write or to mark
+    because: Callable[[str], AbstractContextManager[None]] = lambda reason: nullcontext()  # as of `RoomMaker`
     counters: DiskCounters = field(default_factory=DiskCounters)
     _blocks: dict[BlockKey, DiskBlock] = field(default_factory=dict)
     _children: dict[BlockKey, dict[BlockKey, DiskBlock]] = field(default_factory=dict)
@@ -235,7 +218,8 @@ class DiskBlocks:
         """A copy here does not check out. Without one in the arena the block is gone, and what stands on it."""
         if self._blocks.get(block.key) is block and block.record is record:
             self.counters.dropped_corrupt += 1
-            self._lose(block)
+            with self.because(BROKEN_ON_DISK):
+                self._lose(block)
 
     def descendants(self, key: BlockKey) -> list[DiskBlock]:
         """Blocks kept here alone that stand on a block, parents first."""
@@ -282,7 +266,8 @@ class DiskBlocks:
             if wanted:
                 self._stop_waiting(block)
                 if block.record is None:
-                    self._lose(block)
+                    with self.because(NOT_WRITTEN):
+                        self._lose(block)
                 else:
                     self._resize(block, block.record.total_bytes)
             return
@@ -385,9 +370,10 @@ class DiskBlocks:
                 self._unlink(block)
             else:
                 lost.append(block)
-        for block in sorted(lost, key=lambda each: -each.header.position):
-            self.counters.evicted_for_room += 1
-            self._lose(block)
+        with self.because(MADE_ROOM_ON_DISK):
+            for block in sorted(lost, key=lambda each: -each.header.position):
+                self.counters.evicted_for_room += 1
+                self._lose(block)
         self.tier.drop_segment(segment)
 
     def _lose(self, block: DiskBlock) -> None:

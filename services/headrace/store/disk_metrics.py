@@ -1,7 +1,7 @@
 """A disk tier's counters as metrics: what moved between arena and disk, and what left the disk and why."""
 
 from headrace.core.block import Tier
-from headrace.store.disk_blocks import DiskCounters
+from headrace.store.disk_counters import DiskCounters
 from headrace.telemetry.metrics import EvictionReason, Metrics, TransferDirection
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headrace.blocks.block_codec import decode_header, verify_identity
 from headrace.blocks.disk_tier import DiskRecord, DiskTier
 from headrace.core.block import BlockHeader
-from headrace.core.errors import BlockCorrupt
+from headrace.core.errors import BlockCorrupt, ConfigInvalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,19 @@ class RecoveredDisk:
 
 
 def recover_disk(tier: DiskTier) -> RecoveredDisk:
-    """List a tier's records once, after `open_disk`; cuts what a killed writer left behind the last whole one."""
+    """List a tier's records once, after `open_disk`; cuts what a killed writer left behind the last whole one.
+
+    Raises ConfigInvalid when its files cannot be read or cut: what a node cannot read it must not write beside.
+    """
     found: list[tuple[DiskRecord, BlockHeader]] = []
     broken: list[DiskRecord] = []
     freed: Counter[str] = Counter()
-    for record, header_bytes in tier.find_records():
+    try:
+        records = tier.find_records()
+    except OSError as error:
+        named = error.filename or tier.directory
+        raise ConfigInvalid("disk_dir", f"cannot use what lies there, {named}: {error.strerror}") from error
+    for record, header_bytes in records:
         try:
             header = decode_header(header_bytes)
             verify_identity(header)

@@ -11,8 +11,12 @@ from headrace.core.block import BlockHash, BlockHeader, NamespaceId
 from headrace.core.clock import Clock
 from headrace.core.limits import REMOVALS_REMEMBERED
 
-# What leaves outside of an operator's eviction: eviction has one reason, and broken bytes are counted by themselves.
-MADE_ROOM = "evicted to make room (or dropped because its bytes were broken)"
+# Why blocks leave but for an operator's eviction. What stood on a block goes for the same reason as the block.
+MADE_ROOM = "evicted to make room"
+MADE_ROOM_ON_DISK = "evicted from disk to make room"
+BROKEN = "dropped because its bytes were broken"
+BROKEN_ON_DISK = "dropped because its bytes on disk were broken"
+NOT_WRITTEN = "evicted to make room, and the disk did not take it"
 TIME_OVER = "its time to live was over"
 OVER_QUOTA = "evicted for its tenant's quota"
 

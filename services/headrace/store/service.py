@@ -241,7 +241,7 @@ class StoreNodeService:
     def _adopt_budgets(self) -> BudgetsFile:
         """Put the budgets of the run before in force. Minima that this arena is too small for protect nothing."""
         file, room = BudgetsFile(self._arena_path), self.node.room
-        room.because = self._removals.because
+        room.because = self.node.disk.because = self._removals.because
         budgets = file.read()
         try:
             room.set_budgets(budgets)

@@ -52,7 +52,7 @@ from headrace.store.plan_eviction import plan_eviction
 from headrace.store.prefix_orders import PrefixOrders
 from headrace.store.recover_arena import RecoveredArena
 from headrace.store.recover_disk import RecoveredDisk
-from headrace.store.removal_log import TIME_OVER
+from headrace.store.removal_log import BROKEN, TIME_OVER
 from headrace.store.room_maker import RoomMaker
 from headrace.store.select_disk_blocks import list_disk_blocks, plan_disk_eviction, report_eviction, resident_blocks
 from headrace.store.tier_stats import stat_disk, stat_host
@@ -188,7 +188,8 @@ class StoreNode:
         for block in broken:
             if self._blocks.get(*block.key) is block:
                 self.counters.dropped_corrupt += 1
-                self._departures.drain(block)
+                with self.room.because(BROKEN):
+                    self._departures.drain(block)
 
     # Writers
 
