@@ -5,8 +5,10 @@ It answers as the protos say: it hashes prompts, keeps their blocks, counts reus
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,6 +16,7 @@ import pytest
 
 from headrace.core.block import BlockHash, HashAlgorithm, HashedPrompt, NamespaceId, hash_prompt
 from headrace.core.errors import HeadraceError, InvalidRequest
+from headrace.core.retention import NO_END_UNIX_MS
 from headrace.wire.status import message_of, status_of, trailing_metadata
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -37,6 +40,8 @@ class StoredBlock:
     token_ids: tuple[int, ...]
     hits: int = 0
     idle_s: float = 0.0
+    pinned_until_unix_ms: int = 0
+    expires_unix_ms: int = 0
 
 
 @dataclass
@@ -51,6 +56,12 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     authorizations: list[str | None] = field(default_factory=list)  # of each call, in order
     questions: list[admin_pb2.WhyMissRequest] = field(default_factory=list)  # in order
     evictions: list[admin_pb2.EvictRequest] = field(default_factory=list)  # in order
+    orders: list[Any] = field(default_factory=list)  # what was asked to be kept, to go, to be budgeted or drained
+    pin_bytes_max: int = 100 * BLOCK_BYTES
+    quota: admin_pb2.TenantEntry = field(default_factory=lambda: admin_pb2.TenantEntry(name="acme", role="user"))
+    drain_steps: list[dict[str, Any]] = field(default_factory=list)  # what a drain tells, one after the other
+    draining: bool = False
+    looked_up_tokens: int = 200  # and a quarter of them hit
     time_remaining_s: float = 0.0
     hanging: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -123,10 +134,14 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
         worker = admin_pb2.WorkerStatus(
             worker_id="d0", role="decode", host="h", store_node="here", model=MODEL, namespace=NAMESPACE, pid=12
         )
-        node = admin_pb2.StoreNodeStatus(node_id="here", incarnation=7, host="h", address="127.0.0.1:1", pid=11)
+        node = admin_pb2.StoreNodeStatus(
+            node_id="here", incarnation=7, host="h", address="127.0.0.1:1", pid=11, draining=self.draining
+        )
         return admin_pb2.StatusReply(store_nodes=[node], workers=[worker], index_available=True)
 
     async def Stat(self, request, context):
+        if self.failure is not None:
+            await _refuse(context, self.failure)
         stats = [
             admin_pb2.HolderStat(
                 holder=holder,
@@ -135,8 +150,12 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
                 committed_blocks=len(blocks),
                 free_blocks=100 - len(blocks),
                 block_bytes=BLOCK_BYTES,
-                lookups_tokens=200,
-                hits_tokens=50,
+                lookups=self.looked_up_tokens // 10,
+                lookups_tokens=self.looked_up_tokens,
+                hits_tokens=self.looked_up_tokens // 4,
+                read_bytes=self.looked_up_tokens * 1024,
+                pinned_bytes=self._pinned_bytes(holder),
+                pin_bytes_max=self.pin_bytes_max if holder.startswith("node:") else 0,
                 error="did not answer" if holder in self.silent_holders else "",
             )
             for holder, blocks in self.holder_blocks.items()
@@ -178,6 +197,9 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
                 age_s=30.0,
                 idle_s=block.idle_s,
                 text="".join(map(chr, block.token_ids)) if request.with_text else "",
+                pinned_until_unix_ms=block.pinned_until_unix_ms,
+                protected_by_pin=block_hash in self._kept(holder),
+                expires_unix_ms=block.expires_unix_ms,
             )
             for holder in self.holder_blocks
             if holder not in self.silent_holders
@@ -218,7 +240,9 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     def _evict(self, holder: str, request: admin_pb2.EvictRequest) -> admin_pb2.EvictReport:
         if holder in self.silent_holders:
             return admin_pb2.EvictReport(holder=holder, dry_run=request.dry_run, error="did not answer")
-        meant = self._meant(holder, request.selector)
+        kept = self._kept(holder)
+        selected = self._meant(holder, request.selector)
+        meant = [block_hash for block_hash in selected if block_hash not in kept]
         if not request.dry_run:
             for block_hash in meant:
                 del self.holder_blocks[holder][block_hash]
@@ -228,7 +252,103 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
             tokens=len(meant) * BLOCK_TOKENS,
             bytes=len(meant) * BLOCK_BYTES,
             dry_run=request.dry_run,
+            skipped_pinned_blocks=len(selected) - len(meant),
         )
+
+    def _kept(self, holder: str) -> set[bytes]:
+        """Pinned blocks of a holder and all before them."""
+        blocks, kept = self.holder_blocks[holder], set()
+        for block_hash, block in blocks.items():
+            while block.pinned_until_unix_ms and block_hash in blocks and block_hash not in kept:
+                kept.add(block_hash)
+                block_hash = blocks[block_hash].parent_hash
+        return kept
+
+    def _pinned_bytes(self, holder: str) -> int:
+        return len(self._kept(holder)) * BLOCK_BYTES
+
+    def _named(self, holder: str, selector: admin_pb2.Selector) -> list[StoredBlock]:
+        tokens = list(selector.prefix_token_ids) or [ord(c) for c in selector.prefix_text]
+        names = set(selector.block_hashes) | set(hash_text(tokens).chain[-1:])
+        return [block for block_hash, block in self.holder_blocks[holder].items() if block_hash in names]
+
+    async def Pin(self, request, context):
+        return await self._order(request, context, lambda holder, named: self._pin(holder, named, request))
+
+    def _pin(self, holder, named, request):
+        before = [block.pinned_until_unix_ms for block in named]
+        until = NO_END_UNIX_MS if not request.HasField("for_s") else round((time.time() + request.for_s) * 1e3)
+        for block in named:
+            block.pinned_until_unix_ms = until
+        taken = self._pinned_bytes(holder)
+        if taken > self.pin_bytes_max:
+            for block, earlier in zip(named, before, strict=True):
+                block.pinned_until_unix_ms = earlier
+            return {"outcome": "refused", "why": f"{taken} bytes are more than {self.pin_bytes_max}"}
+        return {"outcome": "done", "until_unix_ms": 0 if until == NO_END_UNIX_MS else until}
+
+    async def Unpin(self, request, context):
+        def unpin(holder, named):
+            pinned = [block for block in named if block.pinned_until_unix_ms]
+            for block in pinned:
+                block.pinned_until_unix_ms = 0
+            return {"outcome": "done" if pinned else "not held"}
+
+        return await self._order(request, context, unpin)
+
+    async def SetTtl(self, request, context):
+        def set_ttl(holder, named):
+            until = round((time.time() + request.ttl_s) * 1e3) if request.HasField("ttl_s") else 0
+            for block in named:
+                block.expires_unix_ms = until
+            return {"outcome": "done", "until_unix_ms": until}
+
+        return await self._order(request, context, set_ttl)
+
+    async def _order(self, request, context, act):
+        """Have each store node that has the named blocks act on them."""
+        if self.failure is not None:
+            await _refuse(context, self.failure)
+        self.orders.append(request)
+        reports = []
+        for holder in self.holder_blocks:
+            if not holder.startswith("node:"):
+                continue
+            if holder in self.silent_holders:
+                reports.append({"holder": holder, "error": "did not answer"})
+                continue
+            named = self._named(holder, request.selector)
+            did = act(holder, named) if named else {"outcome": "not held"}
+            counts = {"blocks": len(named), "pin_bytes_max": self.pin_bytes_max}
+            reports.append({"holder": holder, "pinned_bytes": self._pinned_bytes(holder), **counts, **did})
+        return admin_pb2.ControlReply(reports=reports)
+
+    async def ListTenants(self, request, context):
+        if self.failure is not None:
+            await _refuse(context, self.failure)
+        usage = {"host_blocks": 3, "host_bytes": 3 * BLOCK_BYTES, "refused_blocks": 7}
+        entry = admin_pb2.TenantEntry(trust_group="acme-all", nodes=[{"holder": "node:here", "usage": usage}])
+        entry.MergeFrom(self.quota)
+        errors = [{"holder": holder, "error": "did not answer"} for holder in sorted(self.silent_holders)]
+        return admin_pb2.ListTenantsReply(tenants=[entry], errors=errors)
+
+    async def SetQuota(self, request, context):
+        self.orders.append(request)
+        if request.tenant != self.quota.name:
+            await _refuse(context, InvalidRequest("there is no such tenant", param="tenant"))
+        self.quota.ClearField("bytes_max")
+        if request.HasField("bytes_max"):
+            self.quota.bytes_max = request.bytes_max
+        self.quota.bytes_min, self.quota.budget_from = request.bytes_min, "" if request.reset else "operator"
+        errors = [{"holder": holder, "error": "did not answer"} for holder in sorted(self.silent_holders)]
+        return admin_pb2.SetQuotaReply(tenant=self.quota, errors=errors)
+
+    async def DrainNode(self, request, context):
+        if self.failure is not None:
+            await _refuse(context, self.failure)
+        self.orders.append(request)
+        for step in self.drain_steps:
+            yield admin_pb2.DrainNodeProgress(**step)
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: HeadraceError) -> None:

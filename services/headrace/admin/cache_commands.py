@@ -1,57 +1,69 @@
 """`headrace cache ...`: look into the cache and evict from it, through the gateway, over every holder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import TypeVar
 
 import click
 
 from headrace.admin.connection import address_option, connect
-from headrace.admin.prefix_tree import PrefixRun, build_prefix_runs
+from headrace.admin.prefix_tree import PrefixRun, build_prefix_runs, one_line
 from headrace.admin.selection import Size, selector_options
 from headrace.admin.terminal import (
-    EXIT_INCOMPLETE,
+    exit_if_incomplete,
     human_bytes,
+    human_left,
     human_seconds,
     json_option,
     print_json,
     print_table,
     say,
+    unix_ms_now,
 )
-from headrace.client import BlockListing, Eviction, EvictReport, HolderStat, Selector
+from headrace.client import BlockEntry, BlockListing, Eviction, EvictReport, HolderStat, Selector
 
-TEXT_CHARS_SHOWN = 60
+KEPT_WITH = "with what follows"  # a pin further on keeps all before it
 
 
 @click.group()
 def cache() -> None:
-    """Look into the prefix cache and evict from it."""
+    """Look into the prefix cache, keep parts of it, and evict from it."""
 
 
 @cache.command("ls")
 @selector_options
+@click.option("--text", "with_text", is_flag=True, help="Show what the prefixes say, which is what users sent.")
 @click.option("--blocks", is_flag=True, help="One row for each block on each holder, instead of runs of blocks.")
 @click.option("--limit", type=click.IntRange(min=0), default=0, help="Blocks to read at most. 0: the server's bound.")
 @address_option
 @json_option
-def list_cache(*, selector: Selector, blocks: bool, limit: int, address: str, as_json: bool) -> None:
+def list_cache(*, selector: Selector, with_text: bool, blocks: bool, limit: int, address: str, as_json: bool) -> None:
     """List cached prefixes: prompts that share a beginning form a tree.
 
-    A row is a run of blocks that nothing branches off; its children are indented below it.
+    A row is a run of blocks that nothing branches off, named by its last block; its children are indented below it. A
+    run's pin is how long it is kept from now on; "goes in" is when the first of it goes for its time to live, unless
+    it is used before.
+
+    \b
+    Examples:
+      headrace cache ls --text
+      headrace cache ls --tenant acme --idle 1h
+      headrace cache ls --blocks --tier disk --json | jq '.blocks | length'
     """
     with connect(address) as client:
-        listing = client.list_blocks(selector, with_text=True, limit=limit)
+        listing = client.list_blocks(selector, with_text=with_text, limit=limit)
     runs = build_prefix_runs(listing.blocks)
     if as_json:
         print_json(listing if blocks else {"prefixes": runs, **_listing_totals(listing)})
     else:
         if blocks:
-            _print_blocks(listing)
+            _print_blocks(listing, with_text=with_text)
         else:
-            _print_runs(runs)
+            _print_runs(runs, with_text=with_text)
         shown = len(listing.blocks)
         of = "" if shown == listing.total_blocks else f" of {listing.total_blocks:,}"
         say(f"{shown:,}{of} blocks, {human_bytes(sum(block.bytes for block in listing.blocks))}")
-    _exit_if_incomplete(listing.errors)
+    exit_if_incomplete(listing.errors)
 
 
 def _listing_totals(listing: BlockListing) -> dict[str, object]:
@@ -63,61 +75,102 @@ def _listing_totals(listing: BlockListing) -> dict[str, object]:
     }
 
 
-def _print_runs(runs: Sequence[PrefixRun]) -> None:
-    rows = [
-        [
-            "  " * run.depth + _one_line(run.text),
-            f"{run.first_position * _block_tokens(run):,}",
-            f"{run.num_tokens:,}",
-            f"{run.num_blocks:,}",
-            human_bytes(run.bytes),
-            f"{run.hits:,}",
-            human_seconds(run.idle_s),
-            ", ".join(run.holders),
-            run.model,
-            run.last_hash.hex(),
-        ]
-        for run in runs
+def _print_runs(runs: Sequence[PrefixRun], *, with_text: bool) -> None:
+    now = unix_ms_now()
+    columns: list[Column[PrefixRun]] = [
+        ("prefix ", lambda run: "  " * run.depth + run.last_hash.hex()),
+        ("from token", lambda run: f"{run.first_position * run.block_tokens:,}"),
+        ("tokens", lambda run: f"{run.num_tokens:,}"),
+        ("blocks", lambda run: f"{run.num_blocks:,}"),
+        ("size", lambda run: human_bytes(run.bytes)),
+        ("hits", lambda run: f"{run.hits:,}"),
+        ("age", lambda run: human_seconds(run.age_s)),
+        ("idle", lambda run: human_seconds(run.idle_s)),
+        ("holders ", lambda run: ", ".join(run.holders)),
+        ("model ", lambda run: run.model),
     ]
-    columns = ["prefix ", "from token", "tokens", "blocks", "size", "hits", "idle", "holders ", "model ", "last block "]
-    print_table(columns, rows)
+    columns += _where_any(
+        runs,
+        ("tenant ", lambda run: run.tenant),
+        ("pinned ", lambda run: describe_pins(run, now_unix_ms=now)),
+        ("goes in", lambda run: _left(run.expires_unix_ms, now)),
+    )
+    if with_text:
+        columns.insert(0, ("text ", lambda run: "  " * run.depth + one_line(run.text)))
+    _print_columns(columns, runs)
 
 
-def _block_tokens(run: PrefixRun) -> int:
-    return run.num_tokens // run.num_blocks
+def describe_pins(run: PrefixRun, *, now_unix_ms: int) -> str:
+    """How long a run is kept, and where if not on every node that has it; nothing where no pin keeps it."""
+    if not run.pins:
+        return ""
+    untils = {until for _, until in run.pins}
+    kept = [human_left(until, now_unix_ms=now_unix_ms) if until else KEPT_WITH for until in sorted(untils)]
+    holders = [holder for holder, _ in run.pins]
+    nodes = [holder for holder in run.holders if holder.startswith("node:")]
+    return ", ".join(kept) + ("" if holders == nodes else f" (on {', '.join(holders)})")
 
 
-def _print_blocks(listing: BlockListing) -> None:
-    rows = [
-        [
-            block.block_hash.hex(),
-            f"{block.position:,}",
-            f"{len(block.token_ids):,}",
-            human_bytes(block.bytes),
-            block.holder,
-            block.tier,
-            f"{block.hits:,}",
-            human_seconds(block.age_s),
-            human_seconds(block.idle_s),
-            f"{block.leases:,}",
-            _one_line(block.text),
-        ]
-        for block in listing.blocks
+def _left(unix_ms: int, now_unix_ms: int) -> str:
+    return human_left(unix_ms, now_unix_ms=now_unix_ms) if unix_ms else ""
+
+
+Row = TypeVar("Row")
+Column = tuple[str, Callable[[Row], str]]
+
+
+def _where_any(rows: Sequence[Row], *columns: Column[Row]) -> list[Column[Row]]:
+    """Those columns that say anything of any row."""
+    return [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
+
+
+def _print_columns(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> None:
+    print_table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+
+
+def _print_blocks(listing: BlockListing, *, with_text: bool) -> None:
+    now = unix_ms_now()
+    columns: list[Column[BlockEntry]] = [
+        ("block ", lambda block: block.block_hash.hex()),
+        ("position", lambda block: f"{block.position:,}"),
+        ("tokens", lambda block: f"{len(block.token_ids):,}"),
+        ("size", lambda block: human_bytes(block.bytes)),
+        ("holder ", lambda block: block.holder),
+        ("tier ", lambda block: block.tier),
+        ("hits", lambda block: f"{block.hits:,}"),
+        ("age", lambda block: human_seconds(block.age_s)),
+        ("idle", lambda block: human_seconds(block.idle_s)),
+        ("leases", lambda block: f"{block.leases:,}"),
     ]
-    columns = ["block ", "position", "tokens", "size", "holder ", "tier ", "hits", "age", "idle", "leases", "text "]
-    print_table(columns, rows)
+    columns += _where_any(
+        listing.blocks,
+        ("tenant ", lambda block: block.tenant),
+        ("pinned ", lambda block: describe_pin(block, now_unix_ms=now)),
+        ("goes in", lambda block: _left(block.expires_unix_ms, now)),
+    )
+    if with_text:
+        columns.append(("text ", lambda block: one_line(block.text)))
+    _print_columns(columns, listing.blocks)
 
 
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= TEXT_CHARS_SHOWN else line[: TEXT_CHARS_SHOWN - 1] + "…"
+def describe_pin(block: BlockEntry, *, now_unix_ms: int) -> str:
+    """How long a pin keeps a block on its holder; nothing where none does."""
+    if block.pinned_until_unix_ms:
+        return human_left(block.pinned_until_unix_ms, now_unix_ms=now_unix_ms)
+    return KEPT_WITH if block.protected_by_pin else ""
 
 
 @cache.command("stat")
 @address_option
 @json_option
 def stat_cache(*, address: str, as_json: bool) -> None:
-    """Show every holder's books: room, blocks, leases, lookups and hits in tokens."""
+    """Show every holder's books: room, blocks, leases, pins, and lookups and hits in tokens since it started.
+
+    \b
+    Examples:
+      headrace cache stat
+      headrace cache stat --json | jq '.holders[] | select(.tier == "host") | .free_blocks'
+    """
     with connect(address) as client:
         stats = client.stat()
     if as_json:
@@ -132,12 +185,13 @@ def stat_cache(*, address: str, as_json: bool) -> None:
             "free",
             "reserved",
             "leased",
+            "pinned",
             "looked up",
             "hit",
             "evicted",
         ]
         print_table([*columns, "error "], [_stat_row(stat) for stat in stats])
-    _exit_if_incomplete([(stat.holder, stat.error) for stat in stats if stat.error])
+    exit_if_incomplete([(stat.holder, stat.error) for stat in stats if stat.error])
 
 
 def _stat_row(stat: HolderStat) -> list[str]:
@@ -151,6 +205,7 @@ def _stat_row(stat: HolderStat) -> list[str]:
         f"{stat.free_blocks:,}",
         f"{stat.reserved_blocks:,}",
         f"{stat.leased_blocks:,}",
+        human_bytes(stat.pinned_bytes) if stat.pin_bytes_max else "-",
         f"{stat.lookups_tokens:,} tokens",
         f"{stat.hits_tokens:,} tokens ({rate})",
         f"{stat.evicted_blocks:,}",
@@ -190,8 +245,8 @@ def evict_cache(
 
     --free takes the least recently used first. The seconds lost count each token once, and only where no copy stays.
 
-    Blocks under a lease are skipped and counted. Exit code 9 says that a holder did not answer: what it holds is
-    unknown, and with --yes it was not evicted there.
+    Blocks that are being read are skipped and counted, and so are pinned ones (`headrace cache unpin`). Exit code 9
+    says that a holder did not answer: what it holds is unknown, and with --yes it was not evicted there.
 
     \b
     Examples:
@@ -212,7 +267,7 @@ def evict_cache(
     else:
         _print_evict_reports(reports, done=yes)
         say(_describe_loss(eviction))
-    _exit_if_incomplete([(report.holder, report.error) for report in reports if report.error])
+    exit_if_incomplete([(report.holder, report.error) for report in reports if report.error])
 
 
 def _eviction_json(eviction: Eviction) -> dict[str, object]:
@@ -239,13 +294,13 @@ def _describe_loss(eviction: Eviction) -> str:
 def _evict_total(reports: Sequence[EvictReport]) -> dict[str, int]:
     """Sums over the holders that answered."""
     answered = [report for report in reports if not report.error]
-    names = ("blocks", "tokens", "bytes", "skipped_leased_blocks")
+    names = ("blocks", "tokens", "bytes", "skipped_leased_blocks", "skipped_pinned_blocks")
     return {name: sum(getattr(report, name) for report in answered) for name in names}
 
 
 def _print_evict_reports(reports: Sequence[EvictReport], *, done: bool) -> None:
     rows = [
-        [report.holder, "?", "?", "?", "?", report.error]
+        [report.holder, "?", "?", "?", "?", "?", report.error]
         if report.error
         else [
             report.holder,
@@ -253,18 +308,12 @@ def _print_evict_reports(reports: Sequence[EvictReport], *, done: bool) -> None:
             f"{report.tokens:,}",
             human_bytes(report.bytes),
             f"{report.skipped_leased_blocks:,}",
+            f"{report.skipped_pinned_blocks:,}",
             "",
         ]
         for report in reports
     ]
-    print_table(["holder ", "blocks", "tokens", "size", "skipped (leased)", "error "], rows)
+    print_table(["holder ", "blocks", "tokens", "size", "skipped (leased)", "skipped (pinned)", "error "], rows)
     total = _evict_total(reports)
     counts = f"{total['blocks']:,} blocks ({total['tokens']:,} tokens, {human_bytes(total['bytes'])})"
     say(f"evicted {counts}" if done else f"would evict {counts}; nothing was changed, add --yes to do it")
-
-
-def _exit_if_incomplete(errors: Sequence[tuple[str, str]]) -> None:
-    for holder, error in errors:
-        say(f"incomplete: {holder}: {error}")
-    if errors:
-        raise SystemExit(EXIT_INCOMPLETE)

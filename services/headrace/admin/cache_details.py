@@ -6,16 +6,19 @@ from pathlib import Path
 
 import click
 
+from headrace.admin.cache_commands import describe_pin
 from headrace.admin.connection import address_option, connect
 from headrace.admin.selection import HASH_LENGTHS, TokenIds
 from headrace.admin.terminal import (
-    EXIT_INCOMPLETE,
+    exit_if_incomplete,
     human_bytes,
+    human_left,
     human_seconds,
     json_option,
     print_json,
     print_table,
     say,
+    unix_ms_now,
 )
 from headrace.client import BlockEntry, Message, MissExplanation, Prompt, Selector
 from headrace.core.errors import InvalidRequest
@@ -23,10 +26,11 @@ from headrace.core.errors import InvalidRequest
 
 @click.command("show")
 @click.argument("block", metavar="HASH|PREFIX")
+@click.option("--text", "with_text", is_flag=True, help="Show what the block says, which is what users sent.")
 @click.option("--model", default="", help="Needed only when more than one is served.")
 @address_option
 @json_option
-def show_block(*, block: str, model: str, address: str, as_json: bool) -> None:
+def show_block(*, block: str, model: str, with_text: bool, address: str, as_json: bool) -> None:
     """Show one block on every holder: tier, size, hits, age, and what its header says.
 
     HASH is a whole block hash as `cache ls` prints it. Anything else is a prefix's text, which names its last full
@@ -35,23 +39,20 @@ def show_block(*, block: str, model: str, address: str, as_json: bool) -> None:
     \b
     Examples:
       headrace cache show 5d0c5b1e0f9a4c0d8e7f6a5b4c3d2e1f
-      headrace cache show "You are a helpful assistant" --json
+      headrace cache show "You are a helpful assistant" --text
     """
     block_hash = _hash(block)
     selector = Selector(model=model, block_hashes=(block_hash,)) if block_hash else Selector(model, prefix_text=block)
     with connect(address) as client:
-        listing = client.list_blocks(selector, with_text=True)
+        listing = client.list_blocks(selector, with_text=with_text)
     copies = _named(listing.blocks, block_hash)
     below = len({found.block_hash for found in listing.blocks}) - len({found.block_hash for found in copies})
     if as_json:
         print_json({"copies": copies, "blocks_behind": below, "errors": dict(listing.errors)})
     elif copies:
-        _print_copies(copies)
+        _print_copies(copies, with_text=with_text)
         say(f"{below:,} more blocks stand on it")
-    for holder, error in listing.errors:
-        say(f"incomplete: {holder}: {error}")
-    if listing.errors:
-        raise SystemExit(EXIT_INCOMPLETE)
+    exit_if_incomplete(listing.errors)
     if not copies:
         say("no holder has it (`headrace cache why-miss` says why)")
 
@@ -74,7 +75,8 @@ def _named(blocks: Sequence[BlockEntry], block_hash: bytes) -> list[BlockEntry]:
     return [block for block in blocks if block.position == ends[block.namespace]]
 
 
-def _print_copies(copies: Sequence[BlockEntry]) -> None:
+def _print_copies(copies: Sequence[BlockEntry], *, with_text: bool) -> None:
+    now = unix_ms_now()
     rows = [
         [
             block.holder,
@@ -85,10 +87,13 @@ def _print_copies(copies: Sequence[BlockEntry]) -> None:
             human_seconds(block.age_s),
             human_seconds(block.idle_s),
             f"{block.leases:,}",
+            describe_pin(block, now_unix_ms=now) or "-",
+            human_left(block.expires_unix_ms, now_unix_ms=now) if block.expires_unix_ms else "-",
         ]
         for block in copies
     ]
-    print_table(["holder ", "tier ", "tokens", "size", "hits", "age", "idle", "leases"], rows)
+    columns = ["holder ", "tier ", "tokens", "size", "hits", "age", "idle", "leases", "pinned ", "goes in"]
+    print_table(columns, rows)
     for block in {(copy.namespace, copy.block_hash): copy for copy in reversed(copies)}.values():
         created = datetime.fromtimestamp(block.created_unix_ms / 1_000, UTC).isoformat(timespec="seconds")
         fields = {
@@ -96,13 +101,15 @@ def _print_copies(copies: Sequence[BlockEntry]) -> None:
             "parent": block.parent_hash.hex(),
             "position": f"{block.position} (tokens {block.position * len(block.token_ids):,} and on)",
             "model": block.model or "(no live worker serves it)",
+            "tenant": block.tenant or "-",
             "namespace": block.namespace,
             "narrowed from": block.base_namespace if block.base_namespace != block.namespace else "-",
             "producer": block.producer or "(not kept at hand by this tier)",
             "created": created if block.created_unix_ms else "-",
             "checksum": f"{block.payload_xxh3:016x}" if block.payload_xxh3 else "-",
-            "text": repr(block.text),
         }
+        if with_text:
+            fields["text"] = repr(block.text)
         click.echo()
         print_table(["header ", " "], [[name, value] for name, value in fields.items()])
 
@@ -151,10 +158,7 @@ def why_miss(
         print_json(found)
     else:
         _print_explanation(found)
-    for holder, error in found.errors:
-        say(f"incomplete: {holder}: {error}")
-    if found.errors:
-        raise SystemExit(EXIT_INCOMPLETE)
+    exit_if_incomplete(found.errors)
 
 
 def _prompt(

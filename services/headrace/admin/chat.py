@@ -2,30 +2,45 @@
 
 import json
 import sys
+from typing import Any
 
 import click
 
 from headrace.admin.connection import address_option, connect
-from headrace.admin.inference_commands import describe_result, print_text, result_json, sampling_options
+from headrace.admin.inference_commands import (
+    cache_options,
+    describe_result,
+    print_text,
+    result_json,
+    salt_option,
+    sampling_options,
+)
 from headrace.admin.terminal import say
-from headrace.client import HeadraceClient, Message, Sampling
+from headrace.client import CacheOptions, HeadraceClient, Message, Sampling
 from headrace.core.errors import HeadraceError
 
 
 @click.command()
 @click.option("--system", default="", help="System message at the start of the conversation.")
 @click.option("--model", default="", help="Needed only when more than one is served.")
+@salt_option
 @sampling_options
+@cache_options
 @address_option
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each turn.")
-def chat(*, system: str, model: str, sampling: Sampling, address: str, as_json: bool) -> None:
+def chat(*, system: str, model: str, address: str, as_json: bool, **request: Any) -> None:
     """Talk to a model. /reset forgets the conversation, /exit (or end of input) ends it, Ctrl-C stops an answer.
 
     After each turn: prompt tokens, cached tokens by source, time to first token. The history is sent again each turn,
     so a growing share of the prompt comes from the cache.
+
+    \b
+    Examples:
+      headrace chat --system "Be brief."
+      headrace chat --ttl 1h --affinity-key "$USER"
     """
     with connect(address) as client:
-        conversation = Conversation(client, system=system, model=model, sampling=sampling, as_json=as_json)
+        conversation = Conversation(client, system=system, model=model, as_json=as_json, **request)
         say(f"{conversation.model} at {address}. /reset forgets, /exit ends.")
         while (line := _read_line()) is not None:
             if line == "/exit":
@@ -56,14 +71,24 @@ def _read_line() -> str | None:
 class Conversation:
     """The turns so far. A turn that failed or was stopped is not kept: the next one starts from what was whole."""
 
-    def __init__(self, client: HeadraceClient, *, system: str, model: str, sampling: Sampling, as_json: bool) -> None:
+    def __init__(
+        self,
+        client: HeadraceClient,
+        *,
+        system: str,
+        model: str,
+        sampling: Sampling,
+        cache: CacheOptions,
+        cache_salt: str,
+        as_json: bool,
+    ) -> None:
         """Ask the server for its models first, so that a wrong address or name is told before anybody types."""
         served = [m.id for m in client.list_models()]
         self.model = model or (served[0] if served else "")
         self._client = client
         self._start = [Message("system", system)] if system else []
         self._turns = list(self._start)
-        self._sampling = sampling
+        self._sampling, self._cache, self._cache_salt = sampling, cache, cache_salt
         self._as_json = as_json
 
     def reset(self) -> None:
@@ -84,7 +109,9 @@ class Conversation:
         self._turns = [*turns, Message("assistant", answer)]
 
     def _stream(self, turns: list[Message]) -> str:
-        with self._client.stream(turns, model=self.model, sampling=self._sampling) as stream:
+        with self._client.stream(
+            turns, model=self.model, sampling=self._sampling, cache=self._cache, cache_salt=self._cache_salt
+        ) as stream:
             if not self._as_json:
                 print_text(stream)
             result = stream.result()

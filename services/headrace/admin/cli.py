@@ -7,15 +7,19 @@ from headrace.admin.bench_commands import bench
 from headrace.admin.cache_commands import cache
 from headrace.admin.cache_details import show_block, why_miss
 from headrace.admin.chat import chat
+from headrace.admin.completion_command import completion
 from headrace.admin.config_commands import config
 from headrace.admin.doctor import doctor
 from headrace.admin.event_commands import events
 from headrace.admin.inference_commands import generate, models
+from headrace.admin.node_commands import nodes
 from headrace.admin.portable_blocks import export_blocks, import_blocks
+from headrace.admin.retention_commands import pin_prefix, set_ttl, unpin_prefix
 from headrace.admin.simulate_commands import simulate
 from headrace.admin.system_commands import demo, down, status, store_node, up, verify
 from headrace.admin.tenant_commands import tenants
 from headrace.admin.terminal import EXIT_CODE_HELP, ErrorGroup
+from headrace.admin.top_command import top_cache
 from headrace.admin.warm_command import warm_cache
 
 # Wide terminals show a command's first sentence whole.
@@ -28,7 +32,18 @@ def main() -> None:
     """Headrace: a distributed prefix cache for LLM inference."""
 
 
-for command in (show_block, why_miss, warm_cache, export_blocks, import_blocks):
+for command in (
+    show_block,
+    why_miss,
+    warm_cache,
+    pin_prefix,
+    unpin_prefix,
+    set_ttl,
+    top_cache,
+    events,
+    export_blocks,
+    import_blocks,
+):
     cache.add_command(command)
 for command in (
     up,
@@ -44,11 +59,12 @@ for command in (
     store_node,
     config,
     tenants,
+    nodes,
     doctor,
+    simulate,
+    completion,
 ):
     main.add_command(command)
-main.add_command(simulate)
-cache.add_command(events)
 
 if __name__ == "__main__":
     main()

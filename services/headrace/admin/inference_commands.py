@@ -13,14 +13,16 @@ from headrace.admin.terminal import human_ms, json_option, print_json, print_tab
 from headrace.client import (
     CacheOptions,
     CacheSource,
+    Done,
     GenerateResult,
     GenerateStream,
     Message,
     Prompt,
+    Retention,
     Sampling,
     TokenDelta,
 )
-from headrace.client.values import Done
+from headrace.core.retention import checked_ttl
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +48,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what may be reused; the command gets them together as `cache`."""
+    """Add the options that say what may be reused and what is left; the command gets them together as `cache`."""
 
     @wraps(command)
     def with_cache(
@@ -56,6 +58,9 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         no_publish: bool,
         decode_worker: str,
         prefill_worker: str,
+        ttl_s: float | None,
+        not_on_disk: bool,
+        affinity_key: str,
         **kwargs: Any,
     ) -> Any:
         if bypass and source:
@@ -63,7 +68,14 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         every = frozenset(CacheSource)
         sources = frozenset() if bypass else frozenset(CacheSource(name) for name in source) or every
         cache = CacheOptions(
-            sources=sources, publish=not no_publish, decode_worker=decode_worker, prefill_worker=prefill_worker
+            sources=sources,
+            publish=not no_publish,
+            retention=Retention(
+                ttl_s=None if ttl_s is None else checked_ttl(ttl_s, param="ttl"), on_disk=not not_on_disk
+            ),
+            affinity_key=affinity_key,
+            decode_worker=decode_worker,
+            prefill_worker=prefill_worker,
         )
         return command(*args, cache=cache, **kwargs)
 
@@ -71,6 +83,11 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--prefill-worker", default="", help="Prefill on this worker (see `headrace status`)."),
         click.option("--decode-worker", default="", help="Decode on this worker (see `headrace status`)."),
+        click.option("--affinity-key", default="", help="Requests of one key meet on one of equal workers."),
+        click.option("--not-on-disk", is_flag=True, help="Have no copy of its blocks written to a disk tier."),
+        click.option(
+            "--ttl", "ttl_s", type=Duration(), help="Its blocks go when unused for so long: 5m, 7d. Default: no bound."
+        ),
         click.option("--no-publish", is_flag=True, help="Leave nothing in the cache."),
         click.option("--bypass", is_flag=True, help="Compute the whole prompt, whatever is cached."),
         click.option(
@@ -81,13 +98,20 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
+def salt_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--cache-salt`, under the name that it has in the OpenAI API too; `--salt` for short."""
+    return click.option(
+        "--cache-salt", "--salt", "cache_salt", default="", help="Share blocks only with requests of the same salt."
+    )(command)
+
+
 @click.command()
 @click.argument("text", required=False)
 @click.option("--token-ids", type=TokenIds(), default=None, help="The prompt as token ids: 1,2,3.")
 @click.option("--chat", "as_chat", is_flag=True, help="Send the text as a user's message, in the model's chat format.")
 @click.option("--system", default="", help="System message before it; implies --chat.")
 @click.option("--model", default="", help="Needed only when more than one is served.")
-@click.option("--salt", "cache_salt", default="", help="Share cached blocks only with requests of the same salt.")
+@salt_option
 @click.option("--timeout", "timeout_s", type=Duration(), default=None, help="Deadline: 30s, 2m. Default: the server's.")
 @sampling_options
 @cache_options
@@ -106,6 +130,12 @@ def generate(
     """Continue TEXT (or what comes on standard input) and stream the answer.
 
     The answer goes to standard output; token counts, cached tokens by source and times go to standard error.
+
+    \b
+    Examples:
+      headrace generate "The headrace carries" --max-tokens 32
+      headrace generate --system "Be brief." "What is a headrace?"
+      headrace generate --ttl 10m --not-on-disk < confidential.txt
     """
     prompt = _prompt(text, token_ids, as_chat=as_chat or bool(system), system=system)
     with connect(address) as client, client.stream(prompt, **request) as stream:
@@ -183,7 +213,12 @@ def describe_result(result: GenerateResult) -> str:
 @address_option
 @json_option
 def models(*, address: str, as_json: bool) -> None:
-    """List the models that are served."""
+    """List the models that are served, with their context, block size and namespace.
+
+    \b
+    Example:
+      headrace models
+    """
     with connect(address) as client:
         served: Sequence[Any] = client.list_models()
     if as_json:

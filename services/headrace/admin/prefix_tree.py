@@ -1,6 +1,7 @@
 """Cached blocks as people think of them: prompts that share a beginning and then part.
 
-A run is a stretch of consecutive blocks that nothing branches off and that the same holders keep; runs form a tree.
+A run is a stretch of consecutive blocks that nothing branches off, that the same holders have and that the same of them
+keep by a pin; runs form a tree.
 Pure: it knows neither the network nor the terminal.
 """
 
@@ -27,7 +28,25 @@ class PrefixRun:
     bytes: int
     hits: int
     idle_s: float  # of the copy used last
+    age_s: float  # of the oldest copy
+    tenant: str
+    pins: tuple[tuple[str, int], ...]  # (holder, until unix ms) where its last block is kept by a pin; 0: no own end
+    expires_unix_ms: int  # when the first of its copies goes for its time to live; 0: none has one
     text: str
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of each of its blocks."""
+        return self.num_tokens // self.num_blocks
+
+
+TEXT_CHARS_SHOWN = 60
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text, as far as a table's cell shows it."""
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT_CHARS_SHOWN else line[: TEXT_CHARS_SHOWN - 1] + "…"
 
 
 Copies = list[BlockEntry]  # one block on each of its holders
@@ -57,10 +76,15 @@ def _stretch(first: bytes, copies: dict[bytes, Copies], children: dict[bytes, li
     yield first
     while len(children[first]) == 1:
         (following,) = children[first]
-        if _holders(copies[following]) != _holders(copies[first]):
+        if _kept_by(copies[following]) != _kept_by(copies[first]):
             return
         yield following
         first = following
+
+
+def _kept_by(same: Copies) -> tuple[tuple[str, bool], ...]:
+    """Who has a block, and whether a pin keeps it there: a run ends where that changes."""
+    return tuple(sorted((block.holder, block.protected_by_pin) for block in same))
 
 
 def _holders(same: Copies) -> tuple[str, ...]:
@@ -83,5 +107,13 @@ def _describe(stretch: list[Copies], depth: int) -> PrefixRun:
         bytes=sum(block.bytes for block in every_copy),
         hits=sum(block.hits for block in every_copy),
         idle_s=min(block.idle_s for block in every_copy),
+        age_s=max(block.age_s for block in every_copy),
+        tenant=last.tenant,
+        pins=tuple(
+            (block.holder, block.pinned_until_unix_ms)
+            for block in sorted(stretch[-1], key=lambda block: block.holder)
+            if block.protected_by_pin
+        ),
+        expires_unix_ms=min((block.expires_unix_ms for block in every_copy if block.expires_unix_ms), default=0),
         text="".join(same[0].text for same in stretch),
     )

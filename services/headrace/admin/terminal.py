@@ -5,8 +5,10 @@ tricks when stdout is not a terminal (rich decides); `--json` prints one JSON do
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -27,8 +29,9 @@ from headrace.core.errors import (
 )
 
 JSON_KEY = "headrace.json"
+UNIX_MS_MAX = 253_402_300_799_000  # the last second of the year 9999, which is the last that datetime has
 
-# Narrower classes first; 2 is click's own (wrong usage), 130 the shell's (interrupted).
+# Narrower classes first; 2 is click's own (wrong usage).
 EXIT_CODES: tuple[tuple[type[HeadraceError], int], ...] = (
     (InvalidRequest, 3),
     (Overloaded, 4),
@@ -44,6 +47,7 @@ EXIT_CODES: tuple[tuple[type[HeadraceError], int], ...] = (
 EXIT_CHECK_FAILED = 1
 EXIT_BAD_SETTING = 8
 EXIT_INCOMPLETE = 9
+EXIT_INTERRUPTED = 130
 EXIT_CODE_HELP = """\b
 Exit codes:
   0  done
@@ -55,8 +59,9 @@ Exit codes:
   6  no gateway answers at the address
   7  the deadline passed
   8  a setting is wrong, a model is refused, or an extra is not installed
-  9  incomplete: at least one holder did not answer
+  9  incomplete: a holder did not answer or refused, or there was no room for all
   10  no API key that is known here, or one that may not do this
+  130  interrupted
 """
 
 
@@ -82,6 +87,11 @@ class ErrorGroup(click.Group):
         """Run the command. Only the root turns errors into exits."""
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            if ctx.parent is not None:
+                raise
+            click.echo("interrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
         except HeadraceError as error:
             if ctx.parent is not None:
                 raise
@@ -129,6 +139,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     if title:
         # Not the table's own: that is folded to the width of the columns.
         click.secho(title, bold=True)
+    for line in table_lines(columns, rows):
+        click.echo(line)
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, as wide as the terminal, or as wide as they are where stdout is none."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in columns:
         table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", overflow="fold")
@@ -140,8 +156,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
         console = Console(highlight=False, markup=False, width=10_000)
     with console.capture() as printed:
         console.print(table)
-    for line in printed.get().splitlines():
-        click.echo(line.rstrip())
+    return [line.rstrip() for line in printed.get().splitlines()]
 
 
 def human_bytes(count: float) -> str:
@@ -159,12 +174,43 @@ def human_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 7_200:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3_600:.1f} h"
+    if seconds < 172_800:
+        return f"{seconds / 3_600:.1f} h"
+    return f"{seconds / 86_400:.1f} d"
+
+
+def human_left(until_unix_ms: int, *, now_unix_ms: int) -> str:
+    """How long it is until a moment: `6.9 d`, `over`; `no end` for 0 and for what lies beyond the calendar."""
+    if until_unix_ms == 0 or until_unix_ms >= UNIX_MS_MAX:
+        return "no end"
+    left_s = (until_unix_ms - now_unix_ms) / 1e3
+    return human_seconds(left_s) if left_s > 0 else "over"
+
+
+def human_moment(until_unix_ms: int, *, now_unix_ms: int) -> str:
+    """The same with the moment itself: `6.9 d (2026-12-07 04:00:00 UTC)`."""
+    left = human_left(until_unix_ms, now_unix_ms=now_unix_ms)
+    if left == "no end":
+        return left
+    return f"{left} ({datetime.fromtimestamp(until_unix_ms / 1e3, UTC):%Y-%m-%d %H:%M:%S} UTC)"
 
 
 def human_ms(milliseconds: float) -> str:
     """`12.34` -> `12.3 ms`, `12345` -> `12.35 s`."""
     return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 10_000 else f"{milliseconds:.1f} ms"
+
+
+def unix_ms_now() -> int:
+    """This machine's wall clock."""
+    return round(time.time() * 1e3)
+
+
+def exit_if_incomplete(errors: Sequence[tuple[str, str]]) -> None:
+    """Say which holders failed, and end with exit code 9 when there are any."""
+    for holder, error in errors:
+        say(f"incomplete: {holder}: {error}")
+    if errors:
+        raise SystemExit(EXIT_INCOMPLETE)
 
 
 def say(text: str, *, nl: bool = True) -> None:

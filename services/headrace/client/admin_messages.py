@@ -22,27 +22,28 @@ from headrace.client.admin_values import (
     TenantUsage,
     WorkerStatus,
 )
-from headrace.client.messages import set_prompt
+from headrace.client.messages import refusing_unencodable, set_prompt
 from headrace.client.values import Prompt
 from headrace.core.generation import ControlOutcome, ControlReport, EvictReport, HolderStat
 from headrace.wire.v1 import admin_pb2, inference_pb2
 
 
 def selector_message(selector: Selector) -> admin_pb2.Selector:
-    """Encode a selector."""
-    return admin_pb2.Selector(
-        model=selector.model,
-        namespace=selector.namespace,
-        block_hashes=selector.block_hashes,
-        prefix_text=selector.prefix_text,
-        prefix_token_ids=selector.prefix_token_ids,
-        idle_for_s=selector.idle_for_s,
-        older_than_s=selector.older_than_s,
-        holders=selector.holders,
-        tier=selector.tier,
-        tenant=selector.tenant,
-        free_bytes=selector.free_bytes,
-    )
+    """Encode a selector. Raises InvalidRequest."""
+    with refusing_unencodable():
+        return admin_pb2.Selector(
+            model=selector.model,
+            namespace=selector.namespace,
+            block_hashes=selector.block_hashes,
+            prefix_text=selector.prefix_text,
+            prefix_token_ids=selector.prefix_token_ids,
+            idle_for_s=selector.idle_for_s,
+            older_than_s=selector.older_than_s,
+            holders=selector.holders,
+            tier=selector.tier,
+            tenant=selector.tenant,
+            free_bytes=selector.free_bytes,
+        )
 
 
 def listing_from_message(message: admin_pb2.ListBlocksReply) -> BlockListing:
@@ -140,15 +141,29 @@ def eviction_from_message(message: admin_pb2.EvictReply) -> Eviction:
 def why_miss_message(
     prompt: Prompt | None, *, model: str, request_id: str, cache_salt: str
 ) -> admin_pb2.WhyMissRequest:
-    """Encode a question about a prompt, or about a request by its id."""
-    asked = admin_pb2.WhyMissRequest(model=model, request_id=request_id, cache_salt=cache_salt)
-    if prompt is not None:
+    """Encode a question about a prompt, or about a request by its id. Raises InvalidRequest."""
+    with refusing_unencodable():
+        asked = admin_pb2.WhyMissRequest(model=model, request_id=request_id, cache_salt=cache_salt)
+        if prompt is None:
+            return asked
         carried = inference_pb2.GenerateRequest()
         set_prompt(carried, prompt)
         asked.text = carried.text
         asked.token_ids.extend(carried.token_ids.ids)
         asked.chat.extend(admin_pb2.ChatTurn(role=turn.role, content=turn.content) for turn in carried.chat.messages)
-    return asked
+        return asked
+
+
+def quota_message(tenant: str, *, bytes_max: int | None, bytes_min: int, reset: bool) -> admin_pb2.SetQuotaRequest:
+    """Encode a tenant's new budget. Raises InvalidRequest."""
+    with refusing_unencodable():
+        return admin_pb2.SetQuotaRequest(tenant=tenant, bytes_max=bytes_max, bytes_min=bytes_min, reset=reset)
+
+
+def drain_message(holder: str, *, undo: bool, without_moving: bool) -> admin_pb2.DrainNodeRequest:
+    """Encode the order to drain a node. Raises InvalidRequest."""
+    with refusing_unencodable():
+        return admin_pb2.DrainNodeRequest(holder=holder, undo=undo, without_moving=without_moving)
 
 
 def explanation_from_message(message: admin_pb2.WhyMissReply) -> MissExplanation:

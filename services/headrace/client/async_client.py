@@ -218,19 +218,19 @@ class AsyncHeadraceClient:
 
     async def set_quota(self, tenant: str, *, bytes_max: int | None, bytes_min: int = 0) -> QuotaChange:
         """As HeadraceClient.set_quota."""
-        asked = admin_pb2.SetQuotaRequest(tenant=tenant, bytes_max=bytes_max, bytes_min=bytes_min)
+        asked = admin_messages.quota_message(tenant, bytes_max=bytes_max, bytes_min=bytes_min, reset=False)
         return admin_messages.quota_change_from_message(await self._ask(self._admin.SetQuota, asked))
 
     async def reset_quota(self, tenant: str) -> QuotaChange:
         """As HeadraceClient.reset_quota."""
-        asked = admin_pb2.SetQuotaRequest(tenant=tenant, reset=True)
+        asked = admin_messages.quota_message(tenant, bytes_max=None, bytes_min=0, reset=True)
         return admin_messages.quota_change_from_message(await self._ask(self._admin.SetQuota, asked))
 
     async def drain_node(
         self, holder: str, *, undo: bool = False, without_moving: bool = False
     ) -> AsyncIterator[DrainProgress]:
         """As HeadraceClient.drain_node."""
-        asked = admin_pb2.DrainNodeRequest(holder=holder, undo=undo, without_moving=without_moving)
+        asked = admin_messages.drain_message(holder, undo=undo, without_moving=without_moving)
         call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
         try:
             async for message in call:

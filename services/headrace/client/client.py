@@ -219,12 +219,12 @@ class HeadraceClient:
 
     def set_quota(self, tenant: str, *, bytes_max: int | None, bytes_min: int = 0) -> QuotaChange:
         """Give a tenant's trust group a quota (None: none) and a protected minimum, in bytes on each node."""
-        asked = admin_pb2.SetQuotaRequest(tenant=tenant, bytes_max=bytes_max, bytes_min=bytes_min)
+        asked = admin_messages.quota_message(tenant, bytes_max=bytes_max, bytes_min=bytes_min, reset=False)
         return admin_messages.quota_change_from_message(self._ask(self._admin.SetQuota, asked))
 
     def reset_quota(self, tenant: str) -> QuotaChange:
         """Give a tenant's trust group back the budget that the tenants file has."""
-        asked = admin_pb2.SetQuotaRequest(tenant=tenant, reset=True)
+        asked = admin_messages.quota_message(tenant, bytes_max=None, bytes_min=0, reset=True)
         return admin_messages.quota_change_from_message(self._ask(self._admin.SetQuota, asked))
 
     def drain_node(self, holder: str, *, undo: bool = False, without_moving: bool = False) -> Iterator[DrainProgress]:
@@ -232,7 +232,7 @@ class HeadraceClient:
 
         Starts with the first `next`; yields how far it is, last with `done`. Leaving early cancels the call.
         """
-        asked = admin_pb2.DrainNodeRequest(holder=holder, undo=undo, without_moving=without_moving)
+        asked = admin_messages.drain_message(holder, undo=undo, without_moving=without_moving)
         call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
         try:
             for message in call:

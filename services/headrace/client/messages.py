@@ -1,6 +1,7 @@
 """Values of requests and streams to protobuf messages and back; those of operators are `admin_messages.py`'s."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from headrace.client.values import Accepted, CacheOptions, Done, Event, Message, Prompt, Sampling, ServedModel
 from headrace.core.block import CacheSource
@@ -19,25 +20,32 @@ def generate_request_message(
     prompt: Prompt, *, model: str, sampling: Sampling, cache: CacheOptions, timeout_ms: int, cache_salt: str
 ) -> inference_pb2.GenerateRequest:
     """Encode a request. Raises InvalidRequest where a value cannot be sent at all (the server checks the rest)."""
-    request = inference_pb2.GenerateRequest(model=model, timeout_ms=timeout_ms, cache_salt=cache_salt)
-    try:
+    with refusing_unencodable():
+        request = inference_pb2.GenerateRequest(model=model, timeout_ms=timeout_ms, cache_salt=cache_salt)
         set_prompt(request, prompt)
         _set_sampling(request.sampling, sampling)
+        request.cache.CopyFrom(
+            inference_pb2.CacheOptions(
+                bypass=not cache.sources,
+                sources=[] if cache.sources == ALL_SOURCES else [SOURCE_TO_WIRE[s] for s in sorted(cache.sources)],
+                no_publish=not cache.publish,
+                ttl_s=cache.retention.ttl_s or 0.0,
+                not_on_disk=not cache.retention.on_disk,
+                affinity_key=cache.affinity_key,
+                decode_worker=cache.decode_worker,
+                prefill_worker=cache.prefill_worker,
+            )
+        )
+    return request
+
+
+@contextmanager
+def refusing_unencodable() -> Iterator[None]:
+    """Raise InvalidRequest where a value fits no message: text that is no Unicode, a number out of a field's range."""
+    try:
+        yield
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"the request cannot be encoded: {error}") from error
-    request.cache.CopyFrom(
-        inference_pb2.CacheOptions(
-            bypass=not cache.sources,
-            sources=[] if cache.sources == ALL_SOURCES else [SOURCE_TO_WIRE[s] for s in sorted(cache.sources)],
-            no_publish=not cache.publish,
-            ttl_s=cache.retention.ttl_s or 0.0,
-            not_on_disk=not cache.retention.on_disk,
-            affinity_key=cache.affinity_key,
-            decode_worker=cache.decode_worker,
-            prefill_worker=cache.prefill_worker,
-        )
-    )
-    return request
 
 
 def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:

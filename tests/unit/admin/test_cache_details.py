@@ -27,7 +27,7 @@ def test_show_tells_of_one_block_on_every_holder_and_how_much_stands_on_it(run, 
     assert by_hash["blocks_behind"] == 1
     by_prefix = json.loads(run("cache", "show", "aaaabbbb", "--json").stdout)
     assert by_prefix == by_hash
-    shown = run("cache", "show", "aaaabbbb")
+    shown = run("cache", "show", "aaaabbbb", "--text")
     assert "node:here" in shown.stdout
     assert "'bbbb'" in shown.stdout
     nothing = run("cache", "show", "00" * 16)

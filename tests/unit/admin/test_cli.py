@@ -97,7 +97,7 @@ def test_no_gateway_at_the_address_is_exit_code_6_and_says_how_to_start_one(run)
 
 def test_every_exit_code_is_documented_in_help(run):
     text = run("--help").stdout
-    assert all(f"  {code}  " in text for code in range(11))
+    assert all(f"  {code}  " in text for code in (*range(11), 130))
 
 
 @pytest.mark.parametrize("how", ["flag", "environment"])
@@ -204,14 +204,23 @@ def test_chat_json_prints_one_line_a_turn(run):
 
 def test_cache_ls_shows_prompts_that_part_as_a_tree(run, small_gateway):
     fill(small_gateway, "aaaabbbbcccc.", "aaaabbbbdddd.")
-    runs = json.loads(run("cache", "ls", "--json").stdout)["prefixes"]
+    runs = json.loads(run("cache", "ls", "--text", "--json").stdout)["prefixes"]
     assert [(r["depth"], r["text"], r["num_tokens"]) for r in runs] == [
         (0, "aaaabbbb", 8),
         (1, "cccc", 4),
         (1, "dddd", 4),
     ]
     assert runs[0]["holders"] == ["node:here", "worker:d0"]
-    assert "  cccc" in run("cache", "ls").stdout
+    assert "  cccc" in run("cache", "ls", "--text").stdout
+
+
+@pytest.mark.parametrize("command", [["cache", "ls"], ["cache", "ls", "--blocks"], ["cache", "show", "aaaabbbb"]])
+def test_what_users_sent_is_shown_only_when_asked_for(run, small_gateway, command):
+    """Fails when a listing shows prompts to whoever looks over an operator's shoulder."""
+    fill(small_gateway, "aaaabbbbcccc.")
+    for given in ([], ["--json"]):
+        assert "bbbb" not in run(*command, *given).stdout
+        assert "bbbb" in run(*command, "--text", *given).stdout
 
 
 def test_cache_ls_says_which_holder_did_not_answer_and_exits_9(run, small_gateway):
@@ -274,10 +283,10 @@ def test_evicting_takes_what_is_named_and_nothing_else(run, small_gateway, optio
 
 def test_evicting_by_hash_takes_the_block_and_its_descendants(run, small_gateway):
     fill(small_gateway, "aaaabbbbcccc.")
-    listing = json.loads(run("cache", "ls", "--blocks", "--json").stdout)
+    listing = json.loads(run("cache", "ls", "--blocks", "--text", "--json").stdout)
     middle = next(b["block_hash"] for b in listing["blocks"] if b["text"] == "bbbb")
     run("cache", "evict", "--hash", middle, "--yes")
-    assert json.loads(run("cache", "ls", "--json").stdout)["prefixes"][0]["text"] == "aaaa"
+    assert json.loads(run("cache", "ls", "--text", "--json").stdout)["prefixes"][0]["text"] == "aaaa"
 
 
 def test_a_shortened_hash_is_refused(run):

@@ -1,0 +1,217 @@
+"""`headrace cache top`: what the cache does now, look after look: rates of every holder, and the prefixes used most."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from headrace.admin.connection import address_option, connect
+from headrace.admin.holder_rates import HolderRates, rate_holders
+from headrace.admin.prefix_tree import PrefixRun, build_prefix_runs, one_line
+from headrace.admin.terminal import (
+    exit_if_incomplete,
+    human_bytes,
+    human_seconds,
+    json_option,
+    say,
+    table_lines,
+    to_jsonable,
+    unix_ms_now,
+)
+from headrace.client import BlockListing, GatewayUnreachable, HeadraceClient, HolderStat
+from headrace.core.errors import DeadlineExceeded
+
+# Blocks read for the prefixes of one look: with their token ids about 1 MB. Where a cache holds more, the prefixes are
+# those of a part of it, and the output says so.
+BLOCKS_READ_MAX = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at all holders' books and at some of the blocks. `at_s` is a monotonic clock's."""
+
+    at_s: float
+    stats: tuple[HolderStat, ...]
+    listing: BlockListing | None  # None: prefixes are not wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one look shows, with the rates since the look before."""
+
+    unix_ms: int
+    interval_s: float
+    holders: list[HolderRates]
+    prefixes: list[PrefixRun]  # those hit most first
+    blocks_read: int
+    total_blocks: int
+    errors: tuple[tuple[str, str], ...]
+
+
+@click.command("top")
+@click.option(
+    "--every",
+    "every_s",
+    type=click.FloatRange(min=0.2, max=3_600),
+    default=2.0,
+    show_default=True,
+    help="Seconds between looks.",
+)
+@click.option(
+    "--prefixes",
+    "prefixes_max",
+    type=click.IntRange(min=0, max=1_000),
+    default=10,
+    show_default=True,
+    help="How many prefixes to show. 0: do not list any.",
+)
+@click.option("--text", "with_text", is_flag=True, help="Show what the prefixes say.")
+@click.option("--once", is_flag=True, help="Show the rates of one interval, and end.")
+@address_option
+@json_option
+def top_cache(*, every_s: float, prefixes_max: int, with_text: bool, once: bool, address: str, as_json: bool) -> None:
+    """Watch the cache live: what is looked up, hit, read, written and evicted, in each tier of each holder.
+
+    Rates are those since the last look, a second: look-ups, bytes read and written, blocks evicted. "hit" is tokens
+    found of tokens looked up. Below them the prefixes with the most hits. Ctrl-C ends it. A gateway that goes away is
+    waited for. With --json there is one document a line for each look.
+
+    \b
+    Examples:
+      headrace cache top
+      headrace cache top --every 10 --prefixes 0 | tee top.log
+      headrace cache top --once --json | jq -c '.holders[] | [.holder, .tier, .token_hit_rate]'
+    """
+    with connect(address) as client, _painter(plain=once or as_json) as paint:
+        try:
+            for seen in _watch(client, every_s, prefixes_max, with_text=with_text, keep_on=not once):
+                if as_json:
+                    click.echo(json.dumps(to_jsonable(_as_json(seen)), ensure_ascii=False))
+                else:
+                    paint(_lines(seen, with_text=with_text))
+                if once:
+                    exit_if_incomplete(seen.errors)
+                    return
+        except KeyboardInterrupt:
+            return
+
+
+@contextmanager
+def _painter(*, plain: bool) -> Iterator[Callable[[Sequence[str]], None]]:
+    """How a look is shown: in place on a terminal, below the one before anywhere else."""
+    console = Console(highlight=False, markup=False)
+    if plain or not console.is_terminal:
+        yield lambda lines: click.echo("\n".join(lines) + "\n")
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda lines: live.update(Text.from_ansi("\n".join(lines)), refresh=True)
+
+
+def _watch(
+    client: HeadraceClient, every_s: float, prefixes_max: int, *, with_text: bool, keep_on: bool
+) -> Iterator[Seen]:
+    """Look again and again. A first look that fails is an error; a later one is said and tried again (keep_on)."""
+    before = _look(client, prefixes_max, with_text=with_text)
+    while True:
+        time.sleep(every_s)
+        try:
+            now = _look(client, prefixes_max, with_text=with_text)
+        except (GatewayUnreachable, DeadlineExceeded) as error:
+            if not keep_on:
+                raise
+            say(f"{time.strftime('%H:%M:%S')}  {error}")
+            continue
+        yield _compare(before, now, prefixes_max)
+        before = now
+
+
+def _look(client: HeadraceClient, prefixes_max: int, *, with_text: bool) -> Look:
+    stats, at_s = client.stat(), time.monotonic()
+    listing = client.list_blocks(with_text=with_text, limit=BLOCKS_READ_MAX) if prefixes_max else None
+    return Look(at_s, stats, listing)
+
+
+def _compare(before: Look, now: Look, prefixes_max: int) -> Seen:
+    interval_s = now.at_s - before.at_s
+    blocks = now.listing.blocks if now.listing else ()
+    runs = sorted(build_prefix_runs(blocks), key=lambda run: (-run.hits, run.first_position))
+    errors = {stat.holder: stat.error for stat in now.stats if stat.error}
+    return Seen(
+        unix_ms=unix_ms_now(),
+        interval_s=interval_s,
+        holders=rate_holders(before.stats, now.stats, elapsed_s=interval_s),
+        prefixes=[run for run in runs if run.hits][:prefixes_max],
+        blocks_read=len(blocks),
+        total_blocks=now.listing.total_blocks if now.listing else 0,
+        errors=tuple((dict(now.listing.errors) if now.listing else {} | errors).items()),
+    )
+
+
+def _as_json(seen: Seen) -> dict[str, Any]:
+    holders = [
+        {**to_jsonable(rates.stat), **{name: value for name, value in to_jsonable(rates).items() if name != "stat"}}
+        for rates in seen.holders
+    ]
+    return {**to_jsonable(seen), "holders": holders, "errors": dict(seen.errors)}
+
+
+def _lines(seen: Seen, *, with_text: bool) -> list[str]:
+    clock = time.strftime("%H:%M:%S", time.localtime(seen.unix_ms / 1e3))
+    lines = [f"{clock}, rates a second over the last {seen.interval_s:.1f} s", *_holder_lines(seen.holders)]
+    if seen.prefixes:
+        lines += ["", *_prefix_lines(seen.prefixes, with_text=with_text)]
+        if seen.total_blocks > seen.blocks_read:
+            lines.append(f"(of {seen.blocks_read:,} blocks; there are {seen.total_blocks:,})")
+    return lines + [f"incomplete: {holder}: {error}" for holder, error in seen.errors]
+
+
+def _holder_lines(holders: Sequence[HolderRates]) -> list[str]:
+    # Short names: all of it should fit 100 characters, since a line that is folded cannot be read at a glance.
+    columns = ["holder ", "tier ", "used", "of", "pinned", "look-ups", "hit", "read", "written", "evicted"]
+    rows = [
+        [
+            rates.stat.holder,
+            rates.stat.tier,
+            human_bytes(rates.stat.committed_blocks * rates.stat.block_bytes),
+            human_bytes(rates.stat.total_blocks * rates.stat.block_bytes),
+            human_bytes(rates.stat.pinned_bytes) if rates.stat.pin_bytes_max else "-",
+            _rate(rates.lookups_per_s),
+            "-" if rates.token_hit_rate is None else f"{rates.token_hit_rate:.0%}",
+            "-" if rates.read_bytes_per_s is None else human_bytes(rates.read_bytes_per_s),
+            "-" if rates.written_bytes_per_s is None else human_bytes(rates.written_bytes_per_s),
+            _rate(rates.evicted_blocks_per_s),
+        ]
+        for rates in holders
+    ]
+    return table_lines(columns, rows)
+
+
+def _rate(per_s: float | None) -> str:
+    if per_s is None:
+        return "-"
+    return f"{per_s:.1f}" if per_s < 100 else f"{per_s:,.0f}"
+
+
+def _prefix_lines(prefixes: Sequence[PrefixRun], *, with_text: bool) -> list[str]:
+    rows = [
+        [
+            f"{run.hits:,}",
+            f"{run.num_tokens:,}",
+            human_bytes(run.bytes),
+            human_seconds(run.age_s),
+            human_seconds(run.idle_s),
+            run.tenant or "-",
+            run.model,
+            one_line(run.text) if with_text else run.last_hash.hex(),
+        ]
+        for run in prefixes
+    ]
+    last = "text " if with_text else "last block "
+    return table_lines(["hits", "tokens", "size", "age", "idle", "tenant ", "model ", last], rows)
