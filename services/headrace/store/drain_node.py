@@ -6,18 +6,21 @@ that peer has had its share, then the next peer gets the blocks before it too. N
 taken and nothing counts as a use: until the node's process ends, readers find all that it holds.
 """
 
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId, payload_digest
 from headrace.core.errors import StoreUnavailable
 from headrace.core.limits import DRAIN_BLOCKS_IN_FLIGHT
-from headrace.core.retention import KEEP
 from headrace.store.drain_peer import BlockCopy, DrainPeer
 from headrace.store.held_blocks import BlockKey
 from headrace.store.plan_drain import MovingBlock, plan_drain
 from headrace.store.store_node import StoreNode
+
+_log = logging.getLogger(__name__)
 
 Copied = tuple[BlockHeader, bytes | memoryview]
 ReadDisk = Callable[[NamespaceId, BlockHash], Awaitable[Copied | None]]
@@ -57,6 +60,7 @@ class MovingBlocks:
         self._gone: set[BlockKey] = set()
         self._total_bytes = 0
         self._errors: list[str] = []
+        self._lost_orders: list[str] = []
 
     @property
     def can_go_on(self) -> bool:
@@ -80,13 +84,15 @@ class MovingBlocks:
         """The account now. What a failed peer had been sent counts no more, nor what left unmoved."""
         sent: set[BlockKey] = set().union(*(peer.sent for peer in self.peers))
         had: set[BlockKey] = set().union(*(peer.had for peer in self.peers)) - sent
+        refused = self._refused - sent - had - self._gone
+        failures = self._errors if refused or not self.peers else []  # of no matter where another peer took it all
         return DrainCount(
             total_blocks=len(self._known.keys() - (self._gone - sent - had)),
             moved_blocks=len(sent),
             present_blocks=len(had),
-            refused_blocks=len(self._refused - sent - had - self._gone),
+            refused_blocks=len(refused),
             moved_bytes=sum(peer.sent_bytes for peer in self.peers),
-            error="; ".join(self._errors),
+            error="; ".join([*failures, *self._about_orders()]),
         )
 
     def candidates(self, block: MovingBlock) -> list[DrainPeer]:
@@ -119,8 +125,17 @@ class MovingBlocks:
         """Every peer was asked to take these; those that none has stay where they are."""
         self._refused |= {block.key for block in blocks if not self.is_settled(block.key)}
 
+    def lost_order(self, why: str) -> None:
+        """A pin, or a moment to go at, is not in force on the peer that has the block."""
+        self._lost_orders.append(why)
+
+    def _about_orders(self) -> list[str]:
+        lost = self._lost_orders
+        return [f"{len(lost)} pins or times to live do not hold where the blocks went: {lost[0]}"] if lost else []
+
     def set_aside(self, peer: DrainPeer, fault: StoreUnavailable) -> None:
         """A peer failed: it is asked no more, and what it was sent goes to another one."""
+        _log.warning("a peer is set aside: %s", fault)
         self.peers.remove(peer)
         self._errors.append(str(fault))
         if not self.peers:
@@ -141,7 +156,7 @@ class MovingBlocks:
 
     def _drop_broken(self, block: MovingBlock) -> None:
         """Have the node look at its own copy again, as for a reader that found it broken."""
-        lease = self.node.lease(block.key[0], self._chain(block), first_block=block.position)
+        lease = self.node.lease(block.key[0], self._chain(block), first_block=block.position, retention=None)
         self.node.release(lease.lease_id, suspects=[0])
 
     def _chain(self, block: MovingBlock) -> tuple[BlockHash, ...]:
@@ -180,7 +195,8 @@ def _followers(block: MovingBlock, queue: deque[MovingBlock], moving: MovingBloc
     """Take what stands right on the block off the queue, as much as may travel with it."""
     run = [block]
     while queue and len(run) < DRAIN_BLOCKS_IN_FLIGHT:
-        if queue[0].parent_key != run[-1].key or moving.is_settled(queue[0].key):
+        following = queue[0]
+        if following.parent_key != run[-1].key or moving.is_settled(following.key) or not following.travels_with(block):
             break
         run.append(queue.popleft())
     return run[1:]
@@ -192,11 +208,27 @@ async def _place(
     """Have a peer keep a run of one chain, as far as there are copies of it, and what comes before it. False when it
     took less than all of that."""
     before = moving.path_on(peer, run[0])[:-1]
-    for start in range(0, len(before), DRAIN_BLOCKS_IN_FLIGHT):
-        batch = before[start : start + DRAIN_BLOCKS_IN_FLIGHT]
-        if await peer.store(await moving.copies_of(batch), retention=KEEP) < len(batch):
+    while before:
+        batch = list(takewhile(before[0].travels_with, before))[:DRAIN_BLOCKS_IN_FLIGHT]
+        if await _store(moving, peer, batch, await moving.copies_of(batch)) < len(batch):
             return False
-    return await peer.store(copies, retention=KEEP) == len(copies)
+        before = before[len(batch) :]
+    return await _store(moving, peer, run, copies) == len(copies)
+
+
+async def _store(
+    moving: MovingBlocks, peer: DrainPeer, batch: Sequence[MovingBlock], copies: Sequence[BlockCopy]
+) -> int:
+    """How many leading blocks the peer has afterwards; what operators ordered about them holds there too."""
+    if not copies:
+        return 0
+    stored = await peer.store(copies, retention=batch[0].retention(peer.clock.unix_ms()))
+    for block in batch[:stored]:
+        if block.pinned_until_unix_ms or block.ordered_unix_ms:
+            why = await peer.carry(block)
+            if why:
+                moving.lost_order(why)
+    return stored
 
 
 async def _nothing_on_disk(namespace: NamespaceId, block_hash: BlockHash) -> None:

@@ -4,7 +4,7 @@ Owns the reservations on it: whatever happens, what was reserved and not committ
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.block import BlockHeader
@@ -14,6 +14,7 @@ from headrace.core.limits import DRAIN_BLOCK_TIMEOUT_MS, DRAIN_BLOCKS_IN_FLIGHT,
 from headrace.core.ports import AlreadyStored, BlockSink, NotStored, Reservation, ReserveOutcome
 from headrace.core.retention import Retention
 from headrace.store.held_blocks import BlockKey
+from headrace.store.plan_drain import MovingBlock
 from headrace.transfer.run_in_thread import finish
 
 
@@ -37,6 +38,7 @@ class DrainPeer:
     node_id: str
     sink: BlockSink
     clock: Clock
+    carry: Callable[[MovingBlock], Awaitable[str]]  # operators' orders about a block; "" or why they do not hold
     sent: set[BlockKey] = field(default_factory=set)
     had: set[BlockKey] = field(default_factory=set)
     sent_bytes: int = 0
@@ -49,8 +51,6 @@ class DrainPeer:
         """Have it keep blocks of one chain, in order; how many leading ones it has then. Raises StoreUnavailable when
         it does not answer, for the whole batch within DRAIN_BLOCK_TIMEOUT_MS."""
         assert len(copies) <= DRAIN_BLOCKS_IN_FLIGHT
-        if not copies:
-            return 0
         deadline = Deadline.after(DRAIN_BLOCK_TIMEOUT_MS / 1_000, self.clock)
         unused: list[Reservation] = []
         try:

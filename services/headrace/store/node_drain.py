@@ -14,12 +14,14 @@ from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable, InvalidRequest
 from headrace.core.limits import DRAIN_PROGRESS_MS
 from headrace.core.members import StoreNodeRecord
+from headrace.store.carry_orders import carry_orders
 from headrace.store.drain_node import MovingBlocks, ReadDisk, drain_node
 from headrace.store.drain_peer import DrainPeer
 from headrace.store.store_node import StoreNode
 from headrace.transfer.channels import Channels
 from headrace.transfer.fetch_blocks import GrpcStore
 from headrace.wire.v1 import admin_pb2 as pb
+from headrace.wire.v1 import admin_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class NodeDrain:
             return
         if self._running:
             raise InvalidRequest(f"node {self._node.node_id} is being drained already; stop that call, or wait for it")
+        if not order.peers and not order.without_moving:
+            raise InvalidRequest("no peer is named that could take the blocks", param="peers")
         self._running = True
         try:
             await self._set(DrainState.DRAINING, order.who)
@@ -109,10 +113,18 @@ class NodeDrain:
 
     def _peers(self, order: Any, channels: Channels) -> list[DrainPeer]:
         """One for each node that the request names. Of a record, a store over gRPC needs name and address only."""
-        if not order.peers:
-            raise InvalidRequest("no peer is named that could take the blocks", param="peers")
         records = [StoreNodeRecord(peer.node_id, 0, "", peer.address, "", 0) for peer in order.peers]
-        return [DrainPeer(record.node_id, GrpcStore(record, channels, self._clock), self._clock) for record in records]
+        return [self._peer(record, channels, f"{order.who}, draining {self._node.node_id}") for record in records]
+
+    def _peer(self, record: StoreNodeRecord, channels: Channels, who: str) -> DrainPeer:
+        stub_of: Any = admin_pb2_grpc.CacheAdminStub
+        admin = stub_of(channels.to(record.address))
+        return DrainPeer(
+            node_id=record.node_id,
+            sink=GrpcStore(record, channels, self._clock),
+            clock=self._clock,
+            carry=lambda block: carry_orders(block, peer=admin, unix_ms=self._clock.unix_ms(), who=who),
+        )
 
     async def _serve(self, who: str) -> None:
         await self._set(DrainState.SERVING, who)

@@ -1,12 +1,14 @@
 """In which order a node hands its blocks to others. Pure: reads the books, changes nothing.
 
-A block goes after the block that it stands on, or its new holder could not keep it. Among what may go next, the block
-used last goes first: a drain that is cut short has then moved what is most likely to be asked for again.
+A block goes after the block that it stands on, or its new holder could not keep it. Among what may go next, what a pin
+keeps goes first and then the block used last: a drain that is cut short has moved what matters most.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.core.limits import TTL_S_MAX, TTL_S_MIN
+from headrace.core.retention import Retention
 from headrace.store.disk_blocks import DiskBlock
 from headrace.store.held_blocks import BlockKey, HeldBlock
 
@@ -18,11 +20,24 @@ class MovingBlock:
     key: BlockKey
     parent_key: BlockKey | None
     position: int
-    bytes: int  # about what it takes on a peer
+    bytes: int  # to be sent; of a block on disk with its header
+    expires_unix_ms: int = 0  # these four as in `SlotTerms`
+    ordered_unix_ms: int = 0
+    pinned_until_unix_ms: int = 0
+    not_on_disk: bool = False
+
+    def travels_with(self, other: "MovingBlock") -> bool:
+        """Whether one call may have a peer keep both: for as long, and in the same tiers."""
+        return (self.expires_unix_ms, self.not_on_disk) == (other.expires_unix_ms, other.not_on_disk)
+
+    def retention(self, unix_ms: int) -> Retention:
+        """What to ask a peer for, so that the block's time there is over when it would have been here."""
+        left_s = min(max((self.expires_unix_ms - unix_ms) / 1_000, TTL_S_MIN), TTL_S_MAX)
+        return Retention(ttl_s=left_s if self.expires_unix_ms else None, on_disk=not self.not_on_disk)
 
 
 def plan_drain(residents: Sequence[HeldBlock | DiskBlock]) -> list[MovingBlock]:
-    """Every block once, parents before children, hottest first; of equally hot ones those used more often.
+    """Every block once, parents before children: first what pins keep, then the hottest, then those used more often.
 
     residents: every readable block of both tiers, parents before children, as `StoreNode.residents` gives them.
     """
@@ -34,8 +49,11 @@ def plan_drain(residents: Sequence[HeldBlock | DiskBlock]) -> list[MovingBlock]:
             used_s[parent_key] = max(used_s[block.key], used_s.get(parent_key, used_s[block.key]))
     # A use of a block is one of all before it, so that a parent is never colder than its child and `position` settles
     # the rest: parents first, and a chain of one request stays together.
-    hottest = sorted(residents, key=lambda block: (-used_s[block.key], block.header.position, -block.hits))
-    return [MovingBlock(block.key, _parent_key(block), block.header.position, _bytes_of(block)) for block in hottest]
+    hottest = sorted(
+        residents,
+        key=lambda block: (not _is_kept(block), -used_s[block.key], block.header.position, -block.hits),
+    )
+    return [_moving(block) for block in hottest]
 
 
 def _parent_key(block: HeldBlock | DiskBlock) -> BlockKey | None:
@@ -43,5 +61,22 @@ def _parent_key(block: HeldBlock | DiskBlock) -> BlockKey | None:
     return (header.namespace, header.parent_hash) if header.position > 0 else None
 
 
-def _bytes_of(block: HeldBlock | DiskBlock) -> int:
-    return block.slot_bytes if isinstance(block, HeldBlock) else block.total_bytes
+def _is_kept(block: HeldBlock | DiskBlock) -> bool:
+    return isinstance(block, HeldBlock) and block.pin_refs > 0
+
+
+def _moving(block: HeldBlock | DiskBlock) -> MovingBlock:
+    """A block on disk alone has no bound in time: one that has is not written there."""
+    parent_key = _parent_key(block)
+    if not isinstance(block, HeldBlock):
+        return MovingBlock(block.key, parent_key, block.header.position, block.total_bytes)
+    return MovingBlock(
+        key=block.key,
+        parent_key=parent_key,
+        position=block.header.position,
+        bytes=block.header.payload_bytes,
+        expires_unix_ms=block.expires_unix_ms,
+        ordered_unix_ms=block.ordered_unix_ms,
+        pinned_until_unix_ms=block.pinned_until_unix_ms,
+        not_on_disk=block.not_on_disk,
+    )
