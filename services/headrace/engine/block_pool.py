@@ -9,7 +9,7 @@ This file owns block ids and nothing else; the bytes are `PagedKV`'s. Each block
 A block with a hash is immutable, holds verified bytes and can be found by that hash. Residency is prefix-closed: the
 parent of every hashed block is hashed too (or it is block 0 of its chain), so a chain is never found with a gap.
 Blocks kept for reuse are evicted longest unused first, and a child before its parent. A block may have a time to live
-(`ttl_s`, infinite for none) that runs from its last use; of its users' times the longest holds.
+(`ttl_s`, infinite for none) that runs from its last use; with several users it stays until nobody's time is left.
 
 All methods are thread-safe (one lock, held for dictionary work only). Callbacks: `on_freed` runs after the lock is
 released, in the thread that gave blocks back; `on_hashes` runs under the lock, so that a listener sees changes in
@@ -138,7 +138,7 @@ class BlockPool:
             for block_id in shared:
                 self._references[block_id] += 1
                 self._kept.pop(block_id, None)
-                self._hashed[block_id].use(now_s, ttl_s)
+                self._hashed[block_id].hold(now_s, ttl_s)
                 self._hashed[block_id].hits += 1
             while len(self._free) < needed:
                 self._evict_one()
@@ -169,7 +169,7 @@ class BlockPool:
                     continue
                 num_given_back += 1
                 if block_id in self._hashed:
-                    self._hashed[block_id].last_used_s = self._clock.now_s()
+                    self._hashed[block_id].give_back(self._clock.now_s())
                     self._kept[block_id] = None
                 else:
                     self._free.append(block_id)
@@ -192,7 +192,9 @@ class BlockPool:
                 block_hash = prompt.chain[index]
                 assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
                 resident = self._hash_to_block.get(block_hash)
-                if resident is not None:
+                if resident == block_id:
+                    self._hashed[resident].hold(now_s, ttl_s)
+                elif resident is not None:
                     self._hashed[resident].use(now_s, ttl_s)
                 if resident is not None or block_id in self._hashed:
                     continue
@@ -210,8 +212,8 @@ class BlockPool:
                     narrowed_from=prompt.narrowed_from,
                     created_unix_ms=self._clock.unix_ms(),
                     last_used_s=now_s,
-                    ttl_s=ttl_s,
                 )
+                self._hashed[block_id].hold(now_s, ttl_s)
                 stored.append(block_hash)
             if stored:
                 self._on_hashes(HashesChanged(stored=tuple(stored)))

@@ -39,22 +39,28 @@ class HashedBlock:
     narrowed_from: tuple[NamespaceId, ...]
     created_unix_ms: int
     last_used_s: float
-    ttl_s: float
+    expires_s: float = 0.0  # when the time of its last user is over; infinite: never
+    holders_ttl_s: float = 0.0  # the longest time that those who hold it now want it kept after they are done
     hits: int = 0
 
     def use(self, now_s: float, ttl_s: float) -> None:
-        """Somebody uses the block, who wants it kept for `ttl_s` afterwards."""
+        """Somebody uses the block, who wants it kept for `ttl_s` afterwards; nobody's longer time is cut by that."""
         self.last_used_s = now_s
-        self.ttl_s = max(self.ttl_s, ttl_s)
+        self.expires_s = max(self.expires_s, now_s + ttl_s)
 
-    @property
-    def expires_s(self) -> float:
-        """When its time to live is over, unless somebody uses it before."""
-        return self.last_used_s + self.ttl_s
+    def hold(self, now_s: float, ttl_s: float) -> None:
+        """As `use`, by somebody who goes on using it until it is given back."""
+        self.use(now_s, ttl_s)
+        self.holders_ttl_s = max(self.holders_ttl_s, ttl_s)
+
+    def give_back(self, now_s: float) -> None:
+        """Nobody holds it any more."""
+        self.use(now_s, self.holders_ttl_s)
+        self.holders_ttl_s = 0.0
 
     def describe(self, *, references: int, now_s: float, unix_ms: int) -> PoolBlock:
         """As it is now, in one worker's pool."""
-        expires = 0 if references or self.ttl_s == math.inf else unix_ms + round((self.expires_s - now_s) * 1_000)
+        expires = 0 if references or self.expires_s == math.inf else unix_ms + round((self.expires_s - now_s) * 1_000)
         return PoolBlock(
             namespace=self.namespace,
             block_hash=self.block_hash,

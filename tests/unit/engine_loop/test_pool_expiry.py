@@ -72,6 +72,36 @@ def test_of_several_times_the_longest_holds_and_none_is_longer_than_any() -> Non
     assert (pool.resident_blocks(long), pool.resident_blocks(unbounded)) == (0, 1)
 
 
+def test_a_shorter_time_later_neither_cuts_a_longer_one_nor_starts_it_anew() -> None:
+    """Fails when a block outlasts the time of everybody who used it, or goes before somebody's is over."""
+    pool, clock = timed_pool()
+    prompt = make_prompt([1])
+    used(pool, prompt, 60)
+    clock.time_s = 40
+    used(pool, prompt, 10)
+    clock.time_s = 59
+    pool.evict_expired()
+    assert pool.resident_blocks(prompt) == 1
+    clock.time_s = 60
+    pool.evict_expired()
+    assert pool.resident_blocks(prompt) == 0
+
+
+def test_the_time_of_a_long_sequence_runs_from_its_end() -> None:
+    """Fails when a use counts from where it began: then what took long to compute would go at once."""
+    pool, clock = timed_pool()
+    running = use(pool, make_prompt([1, 2]), 60)
+    clock.time_s = 1_000
+    pool.evict_expired()
+    pool.unref_all(running.block_ids)
+    clock.time_s = 1_059
+    pool.evict_expired()
+    assert pool.resident_blocks(make_prompt([1, 2])) == 2
+    clock.time_s = 1_060
+    pool.evict_expired()
+    assert pool.resident_blocks(make_prompt([1, 2])) == 0
+
+
 def test_who_computes_what_is_resident_already_has_used_it() -> None:
     """Fails when a request that may not read the pool does not keep what it would have left there."""
     pool, clock = timed_pool()
