@@ -233,6 +233,8 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
         return admin_pb2.EvictReply(
             reports=[self._evict(holder, request) for holder in self.holder_blocks],
             lost_tokens=100,
+            tenants=[{"tenant": "acme", "blocks": 3, "prefixes": 2}] if request.dry_run else [],
+            prefixes=2 if request.dry_run else 0,
             tokens_per_s=request.tokens_per_s,
             tokens_per_s_from="configured" if request.tokens_per_s else "",
         )

@@ -243,7 +243,8 @@ def evict_cache(
 ) -> None:
     """Evict blocks, or (without --yes) say what would go. Options together mean their intersection.
 
-    --free takes the least recently used first. The seconds lost count each token once, and only where no copy stays.
+    --free takes the least recently used first. The seconds lost count each token once, and only where no copy stays; a
+    dry run also says whose prompts would be cut.
 
     Blocks that are being read are skipped and counted, and so are pinned ones (`headrace cache unpin`). Exit code 9
     says that a holder did not answer: what it holds is unknown, and with --yes it was not evicted there.
@@ -267,6 +268,8 @@ def evict_cache(
     else:
         _print_evict_reports(reports, done=yes)
         say(_describe_loss(eviction))
+        if eviction.prefixes:
+            say(_describe_hits(eviction))
     exit_if_incomplete([(report.holder, report.error) for report in reports if report.error])
 
 
@@ -279,6 +282,9 @@ def _eviction_json(eviction: Eviction) -> dict[str, object]:
         "recompute_s": eviction.recompute_s,
         "tokens_per_s": eviction.tokens_per_s or None,
         "tokens_per_s_from": eviction.tokens_per_s_from or None,
+        "tenants": eviction.tenants,
+        "prefixes": eviction.prefixes,
+        "hits_at_least": eviction.hits_at_least,
     }
 
 
@@ -289,6 +295,13 @@ def _describe_loss(eviction: Eviction) -> str:
         return f"{lost}; seconds of recompute not known, no prefill was measured yet (--tokens-per-second says it)"
     rate = f"{eviction.tokens_per_s:,.0f} tokens/s, {eviction.tokens_per_s_from}"
     return f"{lost}, {eviction.recompute_s:.1f} s of recompute ({rate})"
+
+
+def _describe_hits(eviction: Eviction) -> str:
+    """Whose prompts would be cut; only a dry run knows."""
+    least = "at least " if eviction.hits_at_least else ""
+    whose = [f"{hit.tenant or 'no tenant that is known'} {hit.prefixes:,}" for hit in eviction.tenants if hit.prefixes]
+    return f"cut: {least}{eviction.prefixes:,} prompts ({', '.join(whose)})"
 
 
 def _evict_total(reports: Sequence[EvictReport]) -> dict[str, int]:

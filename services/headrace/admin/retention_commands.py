@@ -1,4 +1,4 @@
-"""`headrace cache pin`, `unpin` and `ttl`: what must stay, and what must go at a moment, on every store node."""
+"""`headrace cache pin`, `unpin` and `ttl`: what must stay, and what must go at a moment, on every holder."""
 
 from collections.abc import Sequence
 
@@ -80,12 +80,12 @@ def unpin_prefix(*, selector: Selector, address: str, as_json: bool) -> None:
 @address_option
 @json_option
 def set_ttl(*, selector: Selector, ttl_s: float | None, clear: bool, address: str, as_json: bool) -> None:
-    """Have a prefix's last full block, and all that stands on it, go at a moment, from every store node.
+    """Have a prefix's last full block, and all that stands on it, go at a moment, from every node and worker.
 
     The moment is fixed: use does not move it. (A request's own time to live, `--ttl` of `headrace generate`, slides
     with each use.) Pinned blocks stay: pins win.
 
-    Exit code 9: a node refused or did not answer.
+    Exit code 9: a holder refused or did not answer.
 
     \b
     Examples:
@@ -100,7 +100,7 @@ def set_ttl(*, selector: Selector, ttl_s: float | None, clear: bool, address: st
     _print_reports(reports, done="stays" if clear else "goes", as_json=as_json)
     _exit_by(reports)
     if not any(report.outcome is ControlOutcome.DONE for report in reports):
-        say("no node has this prefix; nothing was changed")
+        say("nobody has this prefix, or no order stands on it; nothing was changed")
 
 
 def _require_prefix(selector: Selector) -> None:
@@ -123,13 +123,15 @@ def _print_reports(reports: Sequence[ControlReport], *, done: str, as_json: bool
             f"{report.blocks:,}",
             f"{report.tokens:,}",
             human_bytes(report.bytes),
-            f"{human_bytes(report.pinned_bytes)} of {human_bytes(report.pin_bytes_max)}",
+            f"{human_bytes(report.pinned_bytes)} of {human_bytes(report.pin_bytes_max)}"
+            if report.pin_bytes_max
+            else "-",
             _until(report, done, now),
             report.why,
         ]
         for report in reports
     ]
-    columns = ["node ", "outcome ", "blocks", "tokens", "size", "all pins", "until ", "why "]
+    columns = ["holder ", "outcome ", "blocks", "tokens", "size", "all pins", "until ", "why "]
     print_table(columns, rows)
 
 

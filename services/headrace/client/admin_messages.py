@@ -18,6 +18,7 @@ from headrace.client.admin_values import (
     StoreNodeStatus,
     SystemStatus,
     TenantEntry,
+    TenantHit,
     TenantListing,
     TenantUsage,
     WorkerStatus,
@@ -135,6 +136,9 @@ def eviction_from_message(message: admin_pb2.EvictReply) -> Eviction:
         lost_tokens_at_most=message.lost_tokens_at_most,
         tokens_per_s=message.tokens_per_s,
         tokens_per_s_from=message.tokens_per_s_from,
+        tenants=tuple(TenantHit(hit.tenant, hit.blocks, hit.prefixes) for hit in message.tenants),
+        prefixes=message.prefixes,
+        hits_at_least=message.hits_at_least,
     )
 
 

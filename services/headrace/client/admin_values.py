@@ -34,6 +34,15 @@ EVERYTHING = Selector()
 
 
 @dataclass(frozen=True, slots=True)
+class TenantHit:
+    """What of one tenant's would go: blocks, each counted once, and prompts that would be cut."""
+
+    tenant: str  # "" where it is not known
+    blocks: int
+    prefixes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Eviction:
     """What an eviction did (dry: would do), and what it loses: distinct tokens of which no copy is left."""
 
@@ -42,6 +51,9 @@ class Eviction:
     lost_tokens_at_most: bool  # too many blocks to compare them all: it may be less
     tokens_per_s: float  # 0: not known
     tokens_per_s_from: str  # "measured", "configured" or ""
+    tenants: tuple[TenantHit, ...] = ()  # dry runs only
+    prefixes: int = 0  # distinct prompts that would be cut; dry runs only
+    hits_at_least: bool = False  # too many blocks to name them all: it may be more
 
     @property
     def recompute_s(self) -> float | None:

@@ -255,7 +255,9 @@ def test_evicting_is_a_dry_run_that_counts_blocks_tokens_and_bytes_per_holder(ru
         ("node:here", 2, 8, 2048),
         ("worker:d0", 2, 8, 2048),
     ]
+    assert (report["prefixes"], report["tenants"]) == (2, [{"tenant": "acme", "blocks": 3, "prefixes": 2}])
     shown = run("cache", "evict", "--prefix", "aaaabbbb").stderr
+    assert "cut: 2 prompts (acme 2)" in shown
     assert "would evict 4 blocks (16 tokens, 4.0 KiB); nothing was changed" in shown
     assert all(len(blocks) == 3 for blocks in small_gateway.holder_blocks.values())
 
