@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headrace.blocks.disk_tier import remove_disk
+from headrace.blocks.host_arena import budgets_path
 from headrace.config import Config
 
 INSTANCE_VARIABLE = "HEADRACE_INSTANCE"
@@ -41,6 +43,7 @@ class InstanceState:
     arena_path: str
     ray_temp_dir: str
     started: tuple[str, ...]  # parts in the order of their start
+    disk_path: str = ""  # of the store node's disk tier; "" where there is none, or it outlives the instance
 
 
 def default_state_dir(config: Config) -> Path:
@@ -99,10 +102,13 @@ def kill_processes_of(instance_id: str, report: Report) -> None:
 
 
 def remove_files_of(state: InstanceState, report: Report) -> None:
-    """Remove the arena and Ray's session directory. Idempotent."""
+    """Remove the arena with its budgets, the disk tier and Ray's session directory. Idempotent."""
     if state.arena_path and Path(state.arena_path).exists():
+        budgets_path(Path(state.arena_path)).unlink(missing_ok=True)
         Path(state.arena_path).unlink()
         report(f"removed {state.arena_path}")
+    if state.disk_path and remove_disk(Path(state.disk_path)):
+        report(f"removed {state.disk_path}")
     if state.ray_temp_dir and Path(state.ray_temp_dir).exists():
         shutil.rmtree(state.ray_temp_dir)
         report(f"removed {state.ray_temp_dir}")

@@ -26,7 +26,7 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from headrace.client.prepare_call import call_metadata
-from headrace.compose import arena_path
+from headrace.compose import arena_path, own_disk_path
 from headrace.config import Config, GatewaySettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError
 from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
@@ -80,6 +80,7 @@ class Supervisor:
             arena_path=str(arena_path(self._config.store)),
             ray_temp_dir="",
             started=(),
+            disk_path=str(own_disk_path(self._config.store) or ""),
         )
 
     def run(self) -> int:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from headrace.blocks.disk_tier import disk_path
 from headrace.blocks.host_arena import arena_path as arena_path_of
 from headrace.blocks.host_arena import host_id
 from headrace.config import DEFAULT_MODEL, Config, GatewaySettings, ModelSettings, StoreSettings
@@ -56,6 +57,12 @@ def check_tenants(settings: GatewaySettings) -> None:
 def arena_path(settings: StoreSettings) -> Path:
     """The file in which this host's store node keeps its blocks."""
     return arena_path_of(settings.arena_dir, node_id(settings))
+
+
+def own_disk_path(settings: StoreSettings) -> Path | None:
+    """The directory of this host's store node that goes when its system is taken down; None where the disk tier is off
+    or its place was chosen, since what lies there is to be found again."""
+    return None if settings.disk_dir or not settings.disk_gb else disk_path("", node_id(settings))
 
 
 def node_id(settings: StoreSettings) -> str:

@@ -33,6 +33,7 @@ PREFIX_BYTES = _PREFIX.size + _SEALED.size
 _STATE_AT = PREFIX_BYTES - 4
 _DEAD, _LIVE = 0, 1
 _SUFFIX = ".blocks"
+DEFAULT_DISK_DIR = "~/.cache/headrace/blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +214,9 @@ class DiskTier:
 
 
 def disk_path(disk_dir: str | Path, node_id: str) -> Path:
-    """A node's own directory below `disk_dir`. Raises ConfigInvalid for a node id that is not a plain file name."""
-    return Path(disk_dir) / arena_path("", node_id).with_suffix(".disk").name
+    """A node's own directory below `disk_dir` (DEFAULT_DISK_DIR for ""). Raises ConfigInvalid for a node id that is not
+    a plain file name."""
+    return Path(disk_dir or DEFAULT_DISK_DIR).expanduser() / arena_path("", node_id).with_suffix(".disk").name
 
 
 def open_disk(path: Path, bytes_max: int, *, segments: int = DISK_SEGMENTS) -> DiskTier:
@@ -232,10 +234,9 @@ def open_disk(path: Path, bytes_max: int, *, segments: int = DISK_SEGMENTS) -> D
     return DiskTier(path, bytes_max, segments=segments, lock_fd=lock_fd)
 
 
-def remove_disk(disk_dir: str | Path, node_id: str) -> bool:
+def remove_disk(path: Path) -> bool:
     """Delete a stopped node's directory, its own files only; False when there is none. Raises ConfigInvalid while a
     process owns it."""
-    path = disk_path(disk_dir, node_id)
     if not path.is_dir():
         return False
     tier = open_disk(path, 0)

@@ -219,21 +219,17 @@ class StoreNodeService:
             self._disk.close()
             self._disk = None
             if remove_arena and not self._settings.disk_dir:
-                remove_disk(self._disk_dir, self._node_id)
+                remove_disk(disk_path("", self._node_id))
 
     @property
     def _arena_path(self) -> Path:
         return arena_path(self._settings.arena_dir, self._node_id)
 
-    @property
-    def _disk_dir(self) -> Path:
-        return Path(self._settings.disk_dir or "~/.cache/headrace/blocks").expanduser()
-
     def _open_disk(self) -> RecoveredDisk | None:
         """The disk tier and what it holds; None when it is off."""
         if self._settings.disk_gb == 0:
             return None
-        self._disk = open_disk(disk_path(self._disk_dir, self._node_id), int(self._settings.disk_gb * 2**30))
+        self._disk = open_disk(disk_path(self._settings.disk_dir, self._node_id), int(self._settings.disk_gb * 2**30))
         disk = recover_disk(self._disk)
         _log.info("disk: %d records found again, freed: %s", len(disk.found), disk.freed or "none")
         return disk

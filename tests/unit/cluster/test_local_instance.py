@@ -3,8 +3,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from headrace.blocks.disk_tier import open_disk
+from headrace.blocks.host_arena import budgets_path
+from headrace.compose import own_disk_path
+from headrace.config import StoreSettings
 from headrace_cluster.local_instance import (
     INSTANCE_VARIABLE,
     InstanceState,
@@ -12,6 +17,7 @@ from headrace_cluster.local_instance import (
     kill_processes_of,
     processes_of,
     read_state,
+    remove_files_of,
     write_state,
 )
 
@@ -62,3 +68,28 @@ def test_the_record_is_read_as_it_was_written_and_a_stranger_with_the_pid_is_not
     write_state(tmp_path, state)
     assert read_state(tmp_path) == state
     assert not is_alive(state)
+
+
+def test_after_a_hard_kill_nothing_of_the_store_node_is_left_but_strangers_files(tmp_path: Path):
+    """Fails when `down` leaves a killed node's disk tier or budgets behind, or deletes what is not the node's."""
+    arena, disk = tmp_path / "headrace-n1.arena", tmp_path / "headrace-n1.disk"
+    budgets_path(arena).write_text("{}")
+    arena.touch()
+    open_disk(disk, 1 << 20).close()
+    (disk / "segment-0000000000000001.blocks").write_bytes(b"blocks")
+    (tmp_path / "notes.txt").touch()
+    state = replace(make_state(1, "unit-d"), arena_path=str(arena), disk_path=str(disk))
+    said: list[str] = []
+    for _ in range(2):
+        remove_files_of(state, said.append)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert said == [f"removed {arena}", f"removed {disk}"]
+
+
+def test_a_disk_tier_whose_place_was_chosen_outlives_the_instance(tmp_path: Path):
+    """Fails when `down` deletes a cache that an operator keeps for the next start."""
+    assert (
+        own_disk_path(StoreSettings(node_id="n1", disk_gb=1)) == Path.home() / ".cache/headrace/blocks/headrace-n1.disk"
+    )
+    assert own_disk_path(StoreSettings(node_id="n1", disk_gb=1, disk_dir=str(tmp_path))) is None
+    assert own_disk_path(StoreSettings(node_id="n1", disk_gb=0)) is None

@@ -142,15 +142,15 @@ def test_one_process_owns_a_directory_and_removing_it_takes_only_its_own_files(t
     with pytest.raises(ConfigInvalid, match="in use by another process"):
         make_tier(path)
     with pytest.raises(ConfigInvalid):
-        remove_disk(tmp_path, "n1")
+        remove_disk(disk_path(tmp_path, "n1"))
     tier.close()
     (path / "notes.txt").write_text("not ours")
-    assert remove_disk(tmp_path, "n1")
+    assert remove_disk(disk_path(tmp_path, "n1"))
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
     (path / "notes.txt").unlink()
-    assert remove_disk(tmp_path, "n1")
+    assert remove_disk(disk_path(tmp_path, "n1"))
     assert not path.exists()
-    assert not remove_disk(tmp_path, "n1")
+    assert not remove_disk(disk_path(tmp_path, "n1"))
 
 
 def test_a_file_that_cannot_be_used_at_start_is_a_setting_that_is_wrong(tmp_path: Path) -> None:
