@@ -119,7 +119,7 @@ class NodeAdmin(pb_grpc.NodeAdminServicer):
         namespace, chain = _chain(request)
         if not chain:
             raise InvalidRequest("the chain is empty", param="chain")
-        lease = self._node.lease(namespace, chain, first_block=len(chain) - 1)
+        lease = self._node.lease(namespace, chain, first_block=len(chain) - 1, retention=None)
         try:
             if not lease.blocks:
                 raise BlockMissing(chain[-1])

@@ -149,7 +149,9 @@ class StoreNodeService:
                 self._mover = DiskMover(self._node, self._disk, self._clock)
             serve_blocks(self._server, self._node, promote=self._mover.promote if self._mover else None)
             settle = self._mover.settle if self._mover else None
-            admin = CacheAdminOfNode(self._node, self._membership, lambda: self.record, self._removals, settle=settle)
+            admin = CacheAdminOfNode(
+                self._node, self._membership, lambda: self.record, self._removals, settle=settle, clock=self._clock
+            )
             of_node = NodeAdmin(
                 self._node,
                 self._removals,

@@ -136,7 +136,8 @@ def make_kit(
 ) -> StoreKit:
     """A node whose arena holds exactly `blocks` blocks of LAYOUT (one unit each)."""
     clock, changes = HandClock(), ChangeLog()
-    arena = HostArena.in_memory((blocks + 2) * 4_096)
+    record_units = -(-blocks * 32 // 4_096)
+    arena = HostArena.in_memory((1 + record_units + blocks) * 4_096)
     assert arena.num_units == blocks
     node = StoreNode(
         arena,
