@@ -3,12 +3,14 @@
 import json
 
 import grpc
+import httpx
 import pytest
 from admin_kit import admin_over, keep_on_device, prompt_of, store_text
 from store_kit import HandClock
 
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_key
 from headrace.engine.block_pool import BlockPool
+from headrace.gateway.openai_http import build_http_app
 from headrace.transfer.device_expiry import DeviceExpiry
 from headrace.wire.v1 import admin_pb2
 
@@ -220,3 +222,146 @@ async def test_a_dry_run_says_whose_prompts_an_eviction_would_cut(model_path):
         assert (dry.prefixes, dry.hits_at_least) == (3, False)
         own = await admin.stub.Evict(request, metadata=as_("two"))
         assert ([hit.tenant for hit in own.tenants], own.prefixes) == (["tenant:two"], 1)
+
+
+def held(admin, node_id, text=TEXT, **identity):
+    return admin.kits[node_id].held(prompt_of(text, **identity))
+
+
+def passes(kit, seconds):
+    """Time passes at a node, which looks for what is over."""
+    kit.clock.seconds += seconds
+    while kit.node.expire() or kit.node.has_due:
+        continue
+
+
+async def complete(http, **body):
+    """Have the gateway serve a completion; returns the status, and the parameter that is refused, if one is."""
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 1} | body
+    reply = await http.post("/v1/completions", json=body)
+    return reply.status_code, reply.json().get("error", {}).get("param")
+
+
+async def test_what_a_request_bounds_is_gone_from_the_node_when_the_clock_passes(model_path):
+    """Fails when a request's field does not reach the store, or means another time there."""
+    async with admin_over(model_path, "n0") as admin:
+        kit = admin.kits["n0"]
+
+        def publish(request):
+            prompt, retention = request.prompt, request.cache.retention
+            kit.store(prompt, range(kit.held(prompt), len(prompt.chain)), retention=retention)
+
+        admin.gateway.calls.publish_to = publish
+        app = build_http_app(admin.gateway.service, metrics_text=lambda: b"")
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            assert await complete(http, prompt_cache_retention="in_memory") == (200, None)
+            assert await complete(http, prompt_cache_retention="24h", prompt="otherprompt!") == (200, None)
+            marked = {"type": "ephemeral", "ttl": "5m"}
+            assert await complete(http, cache_control=marked, prompt="andathirdone") == (200, None)
+            assert await complete(http, prompt="withoutbound") == (200, None)
+            assert await complete(http, prompt_cache_retention="1y") == (400, "prompt_cache_retention")
+        texts = (TEXT, "otherprompt!", "andathirdone", "withoutbound")
+        seen = []
+        for seconds in (299, 2, 3_298, 2, 82_798, 2):  # around 5 minutes, an hour, a day
+            passes(kit, seconds)
+            seen.append([held(admin, "n0", text) for text in texts])
+        assert seen == [[3, 3, 3, 3], [3, 3, 0, 3], [3, 3, 0, 3], [0, 3, 0, 3], [0, 3, 0, 3], [0, 0, 0, 3]]
+
+
+async def test_a_pin_beyond_the_budget_is_refused_with_the_arithmetic_and_drops_nothing(model_path):
+    """Fails when pins crowd out everybody, or a refusal is not told from success."""
+    async with admin_over(model_path, "n0") as admin:  # 16 blocks, of which pins may take 8
+        store_text(admin.kits["n0"], TEXT)
+        store_text(admin.kits["n0"], "aratherlongprompt,thatis7...")
+        pinned = (await order(admin, "Pin", prefix_text=TEXT, for_s=600))["node:n0"]
+        block = admin.kits["n0"].node.stat().block_bytes
+        assert (pinned.outcome, pinned.blocks, pinned.pinned_bytes) == ("done", 3, 3 * block)
+        refused = (await order(admin, "Pin", prefix_text="aratherlongprompt,thatis7..."))["node:n0"]
+        assert (refused.outcome, refused.pinned_bytes, refused.pin_bytes_max) == ("refused", 3 * block, 8 * block)
+        assert all(str(figure) in refused.why for figure in (7 * block, 3 * block, 10 * block, 8 * block))
+        assert (held(admin, "n0"), held(admin, "n0", "aratherlongprompt,thatis7...")) == (3, 7)
+
+
+async def test_pinned_blocks_are_skipped_by_an_eviction_which_says_how_many(model_path):
+    """Fails when an operator's eviction takes what is pinned, or hides that it did not."""
+    async with admin_over(model_path, "n0", "n1") as admin:
+        for kit in admin.kits.values():
+            store_text(kit, TEXT)
+        reports = await order(admin, "Pin", prefix_text="sharedhead", holders=["node:n0"])
+        assert {holder: report.outcome for holder, report in reports.items()} == {"node:n0": "done"}
+        for dry_run in (True, False):
+            evicted = await admin.evict(model="tiny", dry_run=dry_run)
+            assert {holder: (report.blocks, report.skipped_pinned_blocks) for holder, report in evicted.items()} == {
+                "node:n0": (1, 2),
+                "node:n1": (3, 0),
+                "worker:d0": (2, 0),
+                "worker:d1": (2, 0),
+            }
+        assert (held(admin, "n0"), held(admin, "n1")) == (2, 0)
+        assert (await order(admin, "Unpin", prefix_text="sharedhead"))["node:n0"].outcome == "done"
+        assert (await admin.evict(model="tiny"))["node:n0"].blocks == 2
+
+
+async def test_a_prefix_that_no_node_holds_cannot_be_pinned_and_the_reply_says_the_remedy(model_path):
+    """Fails when nothing is pinned and nobody notices, or one node that has it is not enough."""
+    async with admin_over(model_path, "n0", "n1") as admin:
+        keep_on_device(admin.gateway.worker("d0"), TEXT)  # a worker's pool does not keep pins
+        reports = await order(admin, "Pin", prefix_text=TEXT)
+        assert {(holder, r.outcome, r.why) for holder, r in reports.items()} == {
+            (holder, "not held", "none of those asked holds it: warm it first") for holder in ("node:n0", "node:n1")
+        }
+        store_text(admin.kits["n1"], TEXT)
+        reports = await order(admin, "Pin", prefix_text=TEXT)
+        assert {holder: (r.outcome, r.why) for holder, r in reports.items()} == {
+            "node:n0": ("not held", ""),
+            "node:n1": ("done", ""),
+        }
+        unpinned = await order(admin, "Unpin", prefix_text="sharedhead")
+        assert {report.outcome for report in unpinned.values()} == {"not held"}
+        assert not any("warm" in report.why for report in unpinned.values())
+
+
+async def test_a_node_that_does_not_answer_is_named_beside_those_that_did(model_path):
+    """Fails when a pin looks complete though a node was not reached."""
+    async with admin_over(model_path, "n0", dead_nodes=("n9",)) as admin:
+        store_text(admin.kits["n0"], TEXT)
+        reports = await order(admin, "Pin", prefix_text=TEXT)
+        assert (reports["node:n0"].outcome, reports["node:n9"].outcome) == ("done", "")
+        assert "n9" in reports["node:n9"].error or "unavailable" in reports["node:n9"].error
+
+
+async def test_an_order_takes_a_prefix_from_nodes_and_workers_but_for_what_is_pinned(model_path):
+    """Fails when a tier keeps a prefix past its moment, or an order drops what an operator pinned."""
+    async with admin_over(model_path, "n0", "n1") as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        keep_on_device(worker, TEXT)
+        for kit in admin.kits.values():
+            store_text(kit, TEXT)
+        await order(admin, "Pin", prefix_text="sharedhead", holders=["node:n1"])
+        reports = await set_ttl(admin, 60, prefix_text="sharedhead")
+        assert {holder: report.outcome for holder, report in reports.items()} == {
+            "node:n0": "done",
+            "node:n1": "done",
+            "worker:d0": "done",
+            "worker:d1": "not held",
+        }
+        for kit in admin.kits.values():
+            passes(kit, 61)
+        clock.seconds += 61
+        worker.expiry.step()
+        assert (held(admin, "n0"), held(admin, "n1"), on_device(worker)) == (1, 2, 1)
+        assert [kit.node.stat().committed_blocks for kit in admin.kits.values()] == [1, 2]
+
+
+async def test_an_order_over_grpc_shows_in_the_listing(model_path):
+    """Fails when an operator cannot see until when a block stays."""
+    async with admin_over(model_path, "n0") as admin:
+        store_text(admin.kits["n0"], TEXT)
+        await order(admin, "Pin", prefix_text="sharedhead", for_s=600)
+        await set_ttl(admin, 60, prefix_text=TEXT)
+        now = admin.kits["n0"].clock.unix_ms()
+        blocks = (await admin.list_blocks()).blocks
+        assert [block.pinned_until_unix_ms and block.pinned_until_unix_ms - now for block in blocks] == [0, 600_000, 0]
+        assert [block.protected_by_pin for block in blocks] == [True, True, False]
+        assert [block.expires_unix_ms and block.expires_unix_ms - now for block in blocks] == [0, 0, 60_000]

@@ -56,7 +56,9 @@ async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None, **ser
             removals = RemovalLog(SystemClock())
             kit, server = make_kit(blocks=16, follower=removals), build_server()
             record = replace(NODE, node_id=node_id, address=f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            servicer = CacheAdminOfNode(kit.node, gateway.membership, lambda record=record: record, removals)
+            servicer = CacheAdminOfNode(
+                kit.node, gateway.membership, lambda record=record: record, removals, clock=kit.clock
+            )
             admin_pb2_grpc.add_CacheAdminServicer_to_server(servicer, server)
             drain = NodeDrain(kit.node, clock=SystemClock(), announce=_announce_drain(gateway, record, kit))
             of_node = NodeAdmin(kit.node, removals, want_registration=lambda: None, drain=drain)
