@@ -86,6 +86,7 @@ def _print_runs(runs: Sequence[PrefixRun], *, with_text: bool) -> None:
         ("hits", lambda run: f"{run.hits:,}"),
         ("age", lambda run: human_seconds(run.age_s)),
         ("idle", lambda run: human_seconds(run.idle_s)),
+        ("tiers ", lambda run: ", ".join(run.tiers)),
         ("holders ", lambda run: ", ".join(run.holders)),
         ("model ", lambda run: run.model),
     ]
@@ -105,7 +106,7 @@ def describe_pins(run: PrefixRun, *, now_unix_ms: int) -> str:
     if not run.pins:
         return ""
     untils = {until for _, until in run.pins}
-    kept = [human_left(until, now_unix_ms=now_unix_ms) if until else KEPT_WITH for until in sorted(untils)]
+    kept = dict.fromkeys(human_left(until, now_unix_ms=now_unix_ms) if until else KEPT_WITH for until in sorted(untils))
     holders = [holder for holder, _ in run.pins]
     nodes = [holder for holder in run.holders if holder.startswith("node:")]
     return ", ".join(kept) + ("" if holders == nodes else f" (on {', '.join(holders)})")
@@ -300,8 +301,8 @@ def _describe_loss(eviction: Eviction) -> str:
 def _describe_hits(eviction: Eviction) -> str:
     """Whose prompts would be cut; only a dry run knows."""
     least = "at least " if eviction.hits_at_least else ""
-    whose = [f"{hit.tenant or 'no tenant that is known'} {hit.prefixes:,}" for hit in eviction.tenants if hit.prefixes]
-    return f"cut: {least}{eviction.prefixes:,} prompts ({', '.join(whose)})"
+    whose = [f"{hit.tenant} {hit.prefixes:,}" for hit in eviction.tenants if hit.tenant and hit.prefixes]
+    return f"cut: {least}{eviction.prefixes:,} prompts" + (f" ({', '.join(whose)})" if whose else "")
 
 
 def _evict_total(reports: Sequence[EvictReport]) -> dict[str, int]:

@@ -51,7 +51,7 @@ def show_block(*, block: str, model: str, with_text: bool, address: str, as_json
         print_json({"copies": copies, "blocks_behind": below, "errors": dict(listing.errors)})
     elif copies:
         _print_copies(copies, with_text=with_text)
-        say(f"{below:,} more blocks stand on it")
+        say(f"blocks that stand on it: {below:,}")
     exit_if_incomplete(listing.errors)
     if not copies:
         say("no holder has it (`headrace cache why-miss` says why)")

@@ -84,6 +84,8 @@ def _node_row(node: StoreNodeStatus, tiers: Sequence[HolderStat]) -> list[str]:
 
 
 def _room(stat: HolderStat) -> str:
+    if not stat.total_blocks:
+        return "empty"  # it counts its room in blocks, and has not seen one yet
     used, total = stat.committed_blocks * stat.block_bytes, stat.total_blocks * stat.block_bytes
     return f"{human_bytes(used)} of {human_bytes(total)}"
 

@@ -2,15 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
 from headrace.admin.connection import address_option, connect
 from headrace.admin.export_file import ExportWriter, check_export, read_export
 from headrace.admin.selection import selector_options
-from headrace.admin.terminal import EXIT_INCOMPLETE, human_bytes, json_option, print_json, say
-from headrace.client import BlockEntry, Selector
+from headrace.admin.terminal import EXIT_INCOMPLETE, exit_if_incomplete, human_bytes, json_option, print_json, say
+from headrace.client import BlockEntry, HeadraceClient, Selector
 from headrace.core.errors import InvalidRequest
 
 REPORT_EVERY_BLOCKS = 100
@@ -35,39 +37,70 @@ def export_blocks(*, file: Path, selector: Selector, address: str, as_json: bool
     with connect(address) as client:
         chosen = client.list_blocks(selector)
         everything = client.list_blocks(Selector(model=selector.model))
-        chains = _chains(chosen.blocks, everything.blocks)
+        chains = chains_of(chosen.blocks, everything.blocks)
         if not chains:
             raise InvalidRequest("no store node has a block that this selects; nothing was written", param="selector")
         bases = {(chain[-1].base_namespace, chain[-1].model) for chain in chains}
         if len(bases) > 1:
             raise InvalidRequest(f"this selects blocks of {len(bases)} models; say --model", param="model")
-        partial, total = file.with_name(file.name + ".partial"), 0
-        with partial.open("wb") as out:
-            writer = None
-            for number, chain in enumerate(chains, start=1):
-                last = chain[-1]
-                block = client.read_block(
-                    last.holder, namespace=last.namespace, chain=[each.block_hash for each in chain]
-                )
-                writer = writer or ExportWriter(out, model=last.model, namespace_fields=block.namespace_fields)
-                writer.add(block)
-                total += len(block.payload)
-                if number % REPORT_EVERY_BLOCKS == 0:
-                    say(f"[{number:,}/{len(chains):,}] {human_bytes(total)}")
-            assert writer is not None
-            writer.close()
-        partial.replace(file)
+        partial = file.with_name(file.name + ".partial")
+        try:
+            with partial.open("wb") as out:
+                written = write_blocks(client, chains, out)
+            if written.blocks:
+                partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+    if not written.blocks:
+        raise InvalidRequest("what this selects left while it was read; nothing was written", param="selector")
     if as_json:
-        print_json({"file": str(file), "blocks": len(chains), "bytes": total, "errors": dict(chosen.errors)})
+        counts = {"blocks": written.blocks, "bytes": written.bytes, "gone_blocks": written.gone_blocks}
+        print_json({"file": str(file), **counts, "errors": dict(chosen.errors)})
     else:
-        click.echo(f"{file}: {len(chains):,} blocks, {human_bytes(total)}")
-    for holder, error in chosen.errors:
-        say(f"incomplete: {holder}: {error}")
-    if chosen.errors or chosen.total_blocks > len(chosen.blocks):
+        click.echo(f"{file}: {written.blocks:,} blocks, {human_bytes(written.bytes)}")
+    if written.gone_blocks:
+        say(f"incomplete: {written.gone_blocks:,} blocks left the cache while it was read")
+    exit_if_incomplete(chosen.errors)
+    if written.gone_blocks or chosen.total_blocks > len(chosen.blocks):
         raise SystemExit(EXIT_INCOMPLETE)
 
 
-def _chains(chosen: Sequence[BlockEntry], everything: Sequence[BlockEntry]) -> list[list[BlockEntry]]:
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What is in a file now. `gone_blocks` were listed, and not there any more when they were read."""
+
+    blocks: int
+    bytes: int
+    gone_blocks: int
+
+
+def write_blocks(client: HeadraceClient, chains: Sequence[Sequence[BlockEntry]], out: BinaryIO) -> Written:
+    """Read and write the last block of each chain, heads first. What stands on a block that is gone is left out too."""
+    writer, total, gone = None, 0, set[tuple[str, bytes]]()
+    for number, chain in enumerate(chains, start=1):
+        last = chain[-1]
+        if (last.namespace, last.parent_hash) in gone:
+            gone.add((last.namespace, last.block_hash))
+            continue
+        hashes = [each.block_hash for each in chain]
+        try:
+            block = client.read_block(last.holder, namespace=last.namespace, chain=hashes)
+        except InvalidRequest as refused:
+            if refused.param != "chain":
+                raise
+            gone.add((last.namespace, last.block_hash))
+            continue
+        writer = writer or ExportWriter(out, model=last.model, namespace_fields=block.namespace_fields)
+        writer.add(block)
+        total += len(block.payload)
+        if number % REPORT_EVERY_BLOCKS == 0:
+            say(f"[{number:,}/{len(chains):,}] {human_bytes(total)}")
+    if writer is not None:
+        writer.close()
+    return Written(len(chains) - len(gone), total, len(gone))
+
+
+def chains_of(chosen: Sequence[BlockEntry], everything: Sequence[BlockEntry]) -> list[list[BlockEntry]]:
     """For each chosen block and each before it, its chain from block 0 on one node that has all of it, heads first."""
     by_holder: dict[str, dict[tuple[str, bytes], BlockEntry]] = {}
     for block in (*everything, *chosen):

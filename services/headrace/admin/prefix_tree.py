@@ -1,7 +1,7 @@
 """Cached blocks as people think of them: prompts that share a beginning and then part.
 
-A run is a stretch of consecutive blocks that nothing branches off, that the same holders have and that the same of them
-keep by a pin; runs form a tree.
+A run is a stretch of blocks that nothing branches off, that the same holders have in the same tiers, and that
+the same of them keep by a pin; runs form a tree.
 Pure: it knows neither the network nor the terminal.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.client import BlockEntry
+from headrace.core.block import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class PrefixRun:
     num_blocks: int
     num_tokens: int
     holders: tuple[str, ...]
+    tiers: tuple[str, ...]  # of the copies, fastest first
     bytes: int
     hits: int
     idle_s: float  # of the copy used last
@@ -82,13 +84,9 @@ def _stretch(first: bytes, copies: dict[bytes, Copies], children: dict[bytes, li
         first = following
 
 
-def _kept_by(same: Copies) -> tuple[tuple[str, bool], ...]:
-    """Who has a block, and whether a pin keeps it there: a run ends where that changes."""
-    return tuple(sorted((block.holder, block.protected_by_pin) for block in same))
-
-
-def _holders(same: Copies) -> tuple[str, ...]:
-    return tuple(sorted(block.holder for block in same))
+def _kept_by(same: Copies) -> tuple[tuple[str, str, bool], ...]:
+    """Who has a block, in which tier, and whether a pin keeps it there: a run ends where that changes."""
+    return tuple(sorted((block.holder, block.tier, block.protected_by_pin) for block in same))
 
 
 def _describe(stretch: list[Copies], depth: int) -> PrefixRun:
@@ -103,7 +101,8 @@ def _describe(stretch: list[Copies], depth: int) -> PrefixRun:
         first_position=first.position,
         num_blocks=len(stretch),
         num_tokens=sum(len(same[0].token_ids) for same in stretch),
-        holders=_holders(stretch[0]),
+        holders=tuple(sorted({block.holder for block in stretch[0]})),
+        tiers=tuple(tier for tier in Tier if any(block.tier == tier for block in stretch[0])),
         bytes=sum(block.bytes for block in every_copy),
         hits=sum(block.hits for block in every_copy),
         idle_s=min(block.idle_s for block in every_copy),

@@ -54,7 +54,7 @@ class MovingBlocks:
         """read_disk: how blocks are read that lie on disk alone; without it there are none."""
         self.node = node
         self.peers = list(peers)
-        self._read_disk = read_disk or _nothing_on_disk
+        self._read_disk = read_disk or nothing_on_disk
         self._known: dict[BlockKey, MovingBlock] = {}
         self._refused: set[BlockKey] = set()
         self._gone: set[BlockKey] = set()
@@ -231,5 +231,6 @@ async def _store(
     return stored
 
 
-async def _nothing_on_disk(namespace: NamespaceId, block_hash: BlockHash) -> None:
-    return None
+async def nothing_on_disk(namespace: NamespaceId, block_hash: BlockHash) -> None:
+    """A `ReadDisk` of a node without a disk tier."""
+    return

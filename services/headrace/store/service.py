@@ -34,6 +34,7 @@ from headrace.store.budgets_file import BudgetsFile
 from headrace.store.cache_admin import CacheAdminOfNode
 from headrace.store.disk_metrics import DiskMetrics
 from headrace.store.disk_mover import DiskMover
+from headrace.store.drain_node import nothing_on_disk
 from headrace.store.kv_events import KvEvents
 from headrace.store.node_admin import NodeAdmin
 from headrace.store.node_drain import NodeDrain
@@ -149,6 +150,7 @@ class StoreNodeService:
                 self._mover = DiskMover(self._node, self._disk, self._clock)
             serve_blocks(self._server, self._node, promote=self._mover.promote if self._mover else None)
             settle = self._mover.settle if self._mover else None
+            read_disk = self._mover.read if self._mover else nothing_on_disk
             admin = CacheAdminOfNode(
                 self._node, self._membership, lambda: self.record, self._removals, settle=settle, clock=self._clock
             )
@@ -160,9 +162,10 @@ class StoreNodeService:
                     self._node,
                     clock=self._clock,
                     announce=self._announce,
-                    read_disk=self._mover.read if self._mover else None,
+                    read_disk=read_disk,
                 ),
                 save_budgets=budgets.write,
+                read_disk=read_disk,
             )
             admin_pb2_grpc.add_NodeAdminServicer_to_server(of_node, self._server)  # type: ignore[no-untyped-call]
             admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]

@@ -9,6 +9,9 @@ from click.testing import CliRunner
 from tiny_gateway import make_namespace
 
 from headrace.admin.cli import main
+from headrace.admin.export_file import check_export, read_export
+from headrace.admin.portable_blocks import Written, chains_of, write_blocks
+from headrace.client import HeadraceClient, Selector
 from headrace.gateway.service import hash_for
 
 TEXT = "sharedheadtail!!"
@@ -80,3 +83,20 @@ async def test_exporting_nothing_writes_no_file(model_path, tmp_path):
         done = await run(admin, "export", str(tmp_path / "none.hrx"), "--prefix", TEXT)
         assert done.exit_code == 3
         assert list(tmp_path.iterdir()) == []
+
+
+async def test_what_leaves_while_it_is_exported_is_left_out_and_counted(model_path, tmp_path):
+    """Fails when one block that an eviction took ends an export, or a file has a block without the one before it."""
+    async with admin_over(model_path, "n1") as admin:
+        store_text(admin.kits["n1"], TEXT)
+
+        def export_late() -> tuple[Written, list[bytes]]:
+            with HeadraceClient(admin.address) as client, (tmp_path / "f.hrx").open("wb") as out:
+                blocks = [block for block in client.list_blocks().blocks if block.holder == "node:n1"]
+                client.evict(Selector(block_hashes=(blocks[2].block_hash,)), dry_run=False)
+                written = write_blocks(client, chains_of(blocks, blocks), out)
+            head = check_export(tmp_path / "f.hrx")
+            return written, [block.header for block in read_export(tmp_path / "f.hrx", head)]
+
+        written, headers = await asyncio.to_thread(export_late)
+        assert (written.blocks, written.gone_blocks, len(headers)) == (2, 2, 2)
