@@ -5,7 +5,13 @@ from collections.abc import Callable
 
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import INDEX_SWEEP_ENTRIES, INDEX_SWEEP_MS, MEMBER_REFRESH_MS, MEMBER_TTL_MS
+from headrace.core.limits import (
+    INDEX_REREGISTER_MS,
+    INDEX_SWEEP_ENTRIES,
+    INDEX_SWEEP_MS,
+    MEMBER_REFRESH_MS,
+    MEMBER_TTL_MS,
+)
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.core.ports import BlockIndex, Membership
 from headrace.store.register_blocks import PendingChanges
@@ -18,13 +24,19 @@ async def announce_node(
     membership: Membership,
     *,
     clock: Clock,
+    reregister_ms: int = INDEX_REREGISTER_MS,
 ) -> None:
     """Refresh the node's record until cancelled. A record that did not stand means that Redis lost it and perhaps all
-    entries with it (or that it is the first): the inventory is registered again. Sweeps every INDEX_SWEEP_MS."""
+    entries with it (or that it is the first): the inventory is registered again. So it is every `reregister_ms`, since
+    a Redis that is short of memory evicts entries and tells nobody. Sweeps every INDEX_SWEEP_MS."""
     sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000
+    reregister_at_s = clock.now_s() + reregister_ms / 1_000
     while True:
         try:
             if await membership.announce(record(), ttl_ms=MEMBER_TTL_MS):
+                changes.want_restart()
+            if clock.now_s() >= reregister_at_s:
+                reregister_at_s = clock.now_s() + reregister_ms / 1_000
                 changes.want_restart()
             if clock.now_s() >= sweep_at_s:
                 sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000
