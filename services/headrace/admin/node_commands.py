@@ -141,7 +141,9 @@ def _follow(progress: Iterator[DrainProgress], holder: str) -> DrainProgress | N
 
 
 def _describe(last: DrainProgress, stayed: int) -> str:
-    moved = f"{last.moved_blocks:,} of {last.total_blocks:,} blocks moved to peers ({human_bytes(last.moved_bytes)})"
-    present = f"{last.present_blocks:,} were there already"
+    moved = f"{last.moved_blocks:,} of {last.total_blocks:,} blocks moved ({human_bytes(last.moved_bytes)})"
+    if last.moved_to:
+        moved += " to " + ", ".join(f"node:{node_id} {blocks:,}" for node_id, blocks in last.moved_to.items())
+    present = f"{last.present_blocks:,} a peer had already"
     refused = f" ({last.refused_blocks:,}: no peer had room)" if last.refused_blocks else ""
     return f"{moved}, {present}, {stayed:,} stay here alone{refused}"

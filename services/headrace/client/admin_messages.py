@@ -311,6 +311,7 @@ def drain_progress_from_message(message: admin_pb2.DrainNodeProgress) -> DrainPr
         done=message.done,
         state=message.state,
         error=message.error,
+        moved_to=dict(sorted(message.moved_to.items())),
     )
 
 

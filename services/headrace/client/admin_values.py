@@ -254,3 +254,4 @@ class DrainProgress:
     done: bool
     state: str  # "serving", "draining" or "drained"
     error: str
+    moved_to: dict[str, int]  # which peer got how many of the moved blocks, by node id

@@ -45,6 +45,7 @@ class DrainCount:
     refused_blocks: int
     moved_bytes: int
     error: str
+    moved_to: dict[str, int]  # by node id; a block that went to two of them counts in both
 
 
 class MovingBlocks:
@@ -93,6 +94,7 @@ class MovingBlocks:
             refused_blocks=len(refused),
             moved_bytes=sum(peer.sent_bytes for peer in self.peers),
             error="; ".join([*failures, *self._about_orders()]),
+            moved_to={peer.node_id: len(peer.sent) for peer in self.peers if peer.sent},
         )
 
     def candidates(self, block: MovingBlock) -> list[DrainPeer]:

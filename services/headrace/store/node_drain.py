@@ -106,6 +106,7 @@ class NodeDrain:
             present_blocks=count.present_blocks,
             refused_blocks=count.refused_blocks,
             moved_bytes=count.moved_bytes,
+            moved_to=count.moved_to,
             done=done,
             state=self._state,
             error="; ".join(why for why in (count.error, taken_back) if why),

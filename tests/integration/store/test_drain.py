@@ -123,7 +123,7 @@ async def test_a_drained_nodes_blocks_are_read_from_its_peer(fleet):
     last = await old.drained(new)
     assert (last.state, last.error) == ("drained", "")
     assert (last.total_blocks, last.moved_blocks, last.present_blocks, last.refused_blocks) == (39, 35, 4, 0)
-    assert last.moved_bytes == 35 * LAYOUT.block_bytes
+    assert (last.moved_bytes, dict(last.moved_to)) == (35 * LAYOUT.block_bytes, {"new": 35})
     for prompt in prompts:
         assert await read(new.store, prompt) == await read(old.store, prompt)
         assert new.held(prompt) == len(prompt.chain)

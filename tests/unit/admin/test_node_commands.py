@@ -43,10 +43,14 @@ def test_a_node_that_lives_but_does_not_answer_is_listed_and_makes_it_incomplete
 def test_a_drain_tells_how_far_it_is_and_at_its_end_what_moved_and_what_stayed(run, small_gateway):
     """Fails when the last line is not of the last step, or blocks that are nowhere else look like success."""
     end = {"moved_blocks": 7, "present_blocks": 3, "moved_bytes": 7 << 20, "done": True, "state": "drained"}
+    end |= {"moved_to": {"b": 3, "a": 4}}
     small_gateway.drain_steps = [step(moved_blocks=1), step(**end)]
     done = run("nodes", "drain", "here")
     assert done.exit_code == 0
-    assert "node:here is drained: 7 of 10 blocks moved to peers (7.0 MiB), 3 were there already, 0 stay" in done.stdout
+    assert done.stdout == (
+        "node:here is drained: 7 of 10 blocks moved (7.0 MiB) to node:a 4, node:b 3, 3 a peer had already, 0 stay here"
+        " alone\n"
+    )
     assert small_gateway.orders[0].holder == "node:here"
     small_gateway.drain_steps[-1] |= {"moved_blocks": 5, "refused_blocks": 2}
     done = run("nodes", "drain", "node:here", "--json")

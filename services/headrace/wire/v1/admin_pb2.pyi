@@ -656,7 +656,14 @@ class DrainPeer(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class DrainNodeProgress(_message.Message):
-    __slots__ = ("total_blocks", "moved_blocks", "present_blocks", "refused_blocks", "moved_bytes", "done", "state", "error")
+    __slots__ = ("total_blocks", "moved_blocks", "present_blocks", "refused_blocks", "moved_bytes", "done", "state", "error", "moved_to")
+    class MovedToEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -665,6 +672,7 @@ class DrainNodeProgress(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    MOVED_TO_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     moved_blocks: int
     present_blocks: int
@@ -673,7 +681,8 @@ class DrainNodeProgress(_message.Message):
     done: bool
     state: str
     error: str
-    def __init__(self, total_blocks: _Optional[int] = ..., moved_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., done: _Optional[bool] = ..., state: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    moved_to: _containers.ScalarMap[str, int]
+    def __init__(self, total_blocks: _Optional[int] = ..., moved_blocks: _Optional[int] = ..., present_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., done: _Optional[bool] = ..., state: _Optional[str] = ..., error: _Optional[str] = ..., moved_to: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class CheckIntegrityRequest(_message.Message):
     __slots__ = ()
