@@ -93,6 +93,17 @@ LOAD_PREFIX_TIMEOUT_MS = 20_000
 # (32 MiB is 20 ms of copying at 1.5 GB/s), small enough that 16 loads at once stay at 512 MiB.
 LOAD_AHEAD_BYTES_MAX = 32 * 1024 * 1024
 
+# What one of several remote nodes is given to deliver at once: 12 ms at 1.4 GB/s, ten times what leasing it takes, and
+# all that a load loses of each node when time ends. At least one block.
+LOAD_PIECE_BYTES = 16 * 1024 * 1024
+
+# A node that delivers nothing for so long, or needs longer than that for LOAD_PIECE_BYTES (16 MB/s), loses its piece to
+# another one that waits for work: a stalled process comes back within it, and computing the piece takes about as long.
+LOAD_STALL_MS = 1_000
+
+# How often a node that waits for work looks at those that are busy.
+LOAD_WATCH_MS = 100
+
 # Remote store nodes that one load asks, best hint first: each costs a round trip, and a third copy is rarely longer.
 LOAD_NODES_MAX = 3
 
@@ -455,6 +466,8 @@ assert WORKER_TABLE_KEEP_MS >= 2 * MEMBER_REFRESH_MS
 assert LEASE_BLOCKS_MAX <= CHAIN_BLOCKS_MAX
 assert FETCH_CHUNK_BYTES * 4 <= GRPC_MESSAGE_BYTES_MAX
 assert LOAD_AHEAD_BYTES_MAX >= 4 * FETCH_CHUNK_BYTES
+assert LOAD_AHEAD_BYTES_MAX >= 2 * LOAD_PIECE_BYTES
+assert LOAD_WATCH_MS < LOAD_STALL_MS < STORE_CALL_TIMEOUT_MS < LOAD_PREFIX_TIMEOUT_MS
 assert RELEASE_TIMEOUT_MS < 1_000
 assert PUBLISH_BATCH_BLOCKS <= RESERVE_BLOCKS_MAX
 assert PROMOTE_TIMEOUT_MS < STORE_CALL_TIMEOUT_MS

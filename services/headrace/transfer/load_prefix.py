@@ -1,13 +1,14 @@
 """Loading a prefix: from the store nodes that hold it into blocks of this worker's pool, each block verified.
 
-Owns the order in which sources are asked (the host's own node through shared memory, then the hinted nodes over gRPC),
-the overlap of receiving and copying, and the rule that only the unbroken leading run of verified blocks counts.
-Whatever goes wrong with the cache ends the load early, never the request: what is missing is computed. Knows ports
-only; what a header must say is `blocks/block_codec.py`'s, how bytes lie in the pool is the engine's.
+Owns who is asked (the host's own node through shared memory, and the hinted nodes over gRPC, all at the same time), the
+overlap of receiving and copying, and the rule that only the unbroken leading run of verified blocks counts. Who
+delivers which blocks is `split_run.py`'s. Whatever goes wrong with the cache ends the load early, never the request:
+what is missing is computed. Knows ports only; what a header must say is `blocks/block_codec.py`'s, how bytes lie in the
+pool is the engine's.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -19,12 +20,14 @@ from headrace.core.limits import (
     LEASE_BLOCKS_MAX,
     LOAD_AHEAD_BYTES_MAX,
     LOAD_NODES_MAX,
+    LOAD_PIECE_BYTES,
     LOAD_PREFIX_TIMEOUT_MS,
     RELEASE_TIMEOUT_MS,
 )
 from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
 from headrace.core.retention import KEEP, Retention
-from headrace.transfer.run_in_thread import finish, run_in_thread
+from headrace.transfer.run_in_thread import finish, run_in_thread, until_done
+from headrace.transfer.split_run import Holder, Piece, SplitRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,119 +62,140 @@ async def load_prefix(
     nodes: StoreNodes,
     pool: PrefixPool,
     deadline: Deadline,
+    piece_bytes: int = LOAD_PIECE_BYTES,
 ) -> LoadedPrefix:
     """Copy blocks [plan.first_block, plan.end_block) of the prompt into the pool, as far as they verify.
 
     block_ids: the pool's block for each block index, owned by the caller and covering [0, plan.end_block).
-    A node that has gone, or no longer holds what was hinted, is passed over for the next. The first block whose header
-    or checksum is in doubt ends the whole load. Ends within LOAD_PREFIX_TIMEOUT_MS and `deadline` with what was loaded
-    until then. Every lease is released on every path, and no thread writes to the pool after this returns or raises.
+    piece_bytes: what one of several remote nodes delivers at once; a parameter for tests.
+    What this host's node does not have is shared out among the hinted nodes, piece by piece from the front. What a node
+    that is gone, too slow, or without what was hinted leaves undone, another one does. At the first block whose header
+    or checksum is in doubt the run ends, since somebody stores wrong bytes under this prefix: computing is the only
+    answer not to be doubted. Ends within LOAD_PREFIX_TIMEOUT_MS and `deadline` with what was loaded until then. Every
+    lease is released on every path, and no thread writes to the pool after this returns or raises.
     Raises nothing of the cache; cancellation passes through.
     """
     assert plan.first_block >= 0
     assert plan.end_block <= min(len(prompt.chain), len(block_ids))
-    load = _Load(prompt=prompt, block_ids=block_ids, plan=plan, layout=layout, pool=pool)
-    load.next_block = plan.first_block
-    sources: list[CacheSource] = []
-    faults: list[CacheFault] = []
     limit = deadline.capped(LOAD_PREFIX_TIMEOUT_MS / 1000)
-    for kind, source in _sources_in_order(plan, nodes):
-        if load.next_block >= plan.end_block:
-            break
-        started_at = load.next_block
-        try:
-            async with limit.scope("load a prefix"):
-                await _load_from(source, load, deadline=limit)
-        except CacheFault as fault:
-            faults.append(fault)
-        except DeadlineExceeded as late:
-            faults.append(StoreUnavailable("(any)", late.what))
-        sources += [kind] * (load.next_block - started_at)
-        if faults and isinstance(faults[-1], BlockCorrupt):
-            break  # somebody stores wrong bytes under this prefix: computing is the only answer not to be doubted
-        if limit.left_s() == 0:
-            break
-    return LoadedPrefix(num_blocks=len(sources), sources=tuple(sources), faults=tuple(faults))
+    piece_blocks = max(1, piece_bytes // layout.block_bytes)
+    run = SplitRun(plan.first_block, plan.end_block, piece_blocks=piece_blocks, clock=deadline.clock)
+    load = _Load(prompt=prompt, block_ids=block_ids, plan=plan, layout=layout, pool=pool, deadline=limit, run=run)
+    holders = _holders(plan, nodes, piece_blocks)
+    try:
+        async with limit.scope("load a prefix"), asyncio.TaskGroup() as tasks:
+            for holder in holders:
+                run.join(holder)
+            for holder in holders:
+                tasks.create_task(_deliver(holder, load))
+    except DeadlineExceeded as late:
+        load.faults.append(StoreUnavailable("(any)", late.what))
+    sources = run.unbroken_sources()
+    return LoadedPrefix(num_blocks=len(sources), sources=sources, faults=tuple(load.faults))
 
 
 @dataclass(slots=True)
 class _Load:
-    """One load under way: blocks before `next_block` are good."""
+    """One load under way."""
 
     prompt: HashedPrompt
     block_ids: Sequence[int]
     plan: LoadPlan
     layout: KvLayout
     pool: PrefixPool
-    next_block: int = field(default=0)
-
-    @property
-    def end_block(self) -> int:
-        """Blocks before it are wanted."""
-        return self.plan.end_block
+    deadline: Deadline
+    run: SplitRun
+    faults: list[CacheFault] = field(default_factory=list)
+    ahead_bytes: int = 0  # received from any holder, and not yet in the pool
 
 
-def _sources_in_order(plan: LoadPlan, nodes: StoreNodes) -> Iterator[tuple[CacheSource, BlockSource]]:
-    """The host's own node first, then hinted ones; a generator, so that a node is only looked up when it is needed."""
+def _holders(plan: LoadPlan, nodes: StoreNodes, piece_blocks: int) -> list[Holder]:
+    """The host's own node first, then the hinted ones, best first.
+
+    The own node is given all that it has: nothing is as fast as memory. So is a node that is the only one to be asked.
+    """
+    holders = []
     asked = ""
     if CacheSource.SHARED_MEMORY in plan.sources and (local := nodes.local()) is not None:
         asked = nodes.sink_node_id()  # with a local node, the sink is that node
-        yield CacheSource.SHARED_MEMORY, local
-    if CacheSource.GRPC in plan.sources:
-        for node_id in plan.hint_nodes[:LOAD_NODES_MAX]:
-            if node_id != asked and (remote := nodes.remote(node_id)) is not None:
-                yield CacheSource.GRPC, remote
+        holders.append(Holder(CacheSource.SHARED_MEMORY, asked, local, LEASE_BLOCKS_MAX, plan.end_block))
+    hints = plan.hint_nodes[:LOAD_NODES_MAX] if CacheSource.GRPC in plan.sources else ()
+    remotes = {node_id: remote for node_id in hints if node_id != asked and (remote := nodes.remote(node_id))}
+    at_once = LEASE_BLOCKS_MAX if len(remotes) == 1 else min(piece_blocks, LEASE_BLOCKS_MAX)
+    for node_id, remote in remotes.items():
+        holders.append(Holder(CacheSource.GRPC, node_id, remote, at_once, plan.end_block))
+    return holders
 
 
-async def _load_from(source: BlockSource, load: _Load, *, deadline: Deadline) -> None:
-    """Lease, copy, release until this node has no more of the run. Raises CacheFault; `load.next_block` stays true."""
-    chain = load.prompt.chain[: load.end_block]
-    while load.next_block < load.end_block:
+async def _deliver(holder: Holder, load: _Load) -> None:
+    """Load pieces from one holder until there is nothing that it could do. Raises only cancellation."""
+    try:
+        while (piece := await load.run.claim(holder)) is not None:
+            try:
+                await _load_piece(piece, load)
+            except BlockCorrupt as doubt:
+                load.faults.append(doubt)
+                load.run.end_at(piece.next_block)
+                return
+            except CacheFault as fault:
+                load.faults.append(fault)
+                return
+            except DeadlineExceeded as late:
+                load.faults.append(StoreUnavailable("(any)", late.what))
+                return
+            except asyncio.CancelledError:
+                if piece.is_taken:
+                    load.faults.append(StoreUnavailable(holder.node_id, "was too slow; others load the rest"))
+                raise
+    finally:
+        load.run.leave(holder)
+
+
+async def _load_piece(piece: Piece, load: _Load) -> None:
+    """Lease, copy, release. Raises CacheFault; what was delivered before it counts."""
+    source = piece.holder.source
+    lease: Lease | None = None
+    suspects: tuple[int, ...] = ()
+    try:
         lease = await source.lease_prefix(
             load.prompt.namespace,
-            chain,
-            first_block=load.next_block,
-            deadline=deadline,
+            load.prompt.chain[: piece.end_block],
+            first_block=piece.first_block,
+            deadline=load.deadline,
             retention=load.plan.retention,
         )
-        if not lease.headers:
-            return
-        leased_from = load.next_block
-        suspects: tuple[int, ...] = ()
-        try:
-            await _copy_leased(source, lease, load, deadline=deadline)
-        except BlockCorrupt:
-            suspects = (load.next_block - leased_from,)
-            raise
-        finally:
-            await finish(_release(source, lease, suspects))
-        if len(lease.headers) < LEASE_BLOCKS_MAX:
-            return
-
-
-async def _copy_leased(source: BlockSource, lease: Lease, load: _Load, *, deadline: Deadline) -> None:
-    """Fetch the leased blocks whose headers hold, and copy each while the next ones arrive."""
-    headers, doubt = _verified_headers(lease, load)
-    copier = _Copier(load, headers)
-    try:
-        if headers:
-            async with aclosing(source.fetch_blocks(lease, deadline=deadline)) as payloads:
-                await _copy_arriving(payloads, copier, len(headers))
-    except CacheFault:
-        await copier.finish()  # what was delivered before a fault stays good
+        load.run.leased(piece, len(lease.headers))
+        if lease.headers:
+            await _copy_leased(lease, piece, load)
+    except BlockCorrupt:
+        suspects = (piece.next_block - piece.first_block,)
         raise
     finally:
-        await copier.stop()
+        load.run.give_back(piece)  # before the release: others need not wait for that
+        if lease is not None and lease.headers:
+            await finish(_release(source, lease, suspects))
+
+
+async def _copy_leased(lease: Lease, piece: Piece, load: _Load) -> None:
+    """Fetch the leased blocks whose headers hold, and copy each while the next ones arrive."""
+    headers, doubt = _verified_headers(lease, piece, load)
     if doubt is not None:
-        raise doubt
+        load.run.end_at(piece.first_block + len(headers))
+    copier = _Copier(load, piece, headers)
+    try:
+        if headers:
+            async with aclosing(piece.holder.source.fetch_blocks(lease, deadline=load.deadline)) as payloads:
+                await _copy_arriving(payloads, copier, piece)
+    finally:
+        await copier.finish()  # what was received before a fault or a cancellation is good
+    if copier.doubt is not None or doubt is not None:
+        raise copier.doubt or doubt
 
 
-def _verified_headers(lease: Lease, load: _Load) -> tuple[list[BlockHeader], BlockCorrupt | None]:
+def _verified_headers(lease: Lease, piece: Piece, load: _Load) -> tuple[list[BlockHeader], BlockCorrupt | None]:
     """The leading headers that say exactly what this prompt expects, and why the next one does not."""
     headers: list[BlockHeader] = []
-    for index, header in enumerate(lease.headers, start=load.next_block):
-        if index >= load.end_block:
-            break
+    for index, header in enumerate(lease.headers[: piece.end_block - piece.first_block], start=piece.first_block):
         try:
             verify_header(
                 header,
@@ -188,71 +212,70 @@ def _verified_headers(lease: Lease, load: _Load) -> tuple[list[BlockHeader], Blo
     return headers, None
 
 
-async def _copy_arriving(payloads: AsyncIterator[memoryview], copier: "_Copier", num_blocks: int) -> None:
+async def _copy_arriving(payloads: AsyncIterator[memoryview], copier: "_Copier", piece: Piece) -> None:
+    """Until the piece ends, which it may do earlier than was leased."""
     async for payload in payloads:
         await copier.add(payload)
-        num_blocks -= 1
-        if num_blocks == 0:
+        if copier.doubt is not None or copier.next_block >= piece.end_block:
             break
-    await copier.finish()
 
 
 class _Copier:
-    """Copies payloads into the pool in order, in a thread, while further ones arrive.
+    """Copies one piece's payloads into the pool in order, in a thread, while further ones arrive.
 
         loop    | recv 0 | recv 1 | recv 2 | recv 3 |
         thread           | copy 0 | copy 1, 2   | copy 3
 
     Whatever arrived during one copy is the next copy's batch: a slow source gets one hop per block and full overlap, a
-    mapped arena gets a few hops for a whole prompt. At most LOAD_AHEAD_BYTES_MAX wait (one block at least).
+    mapped arena gets a few hops for a whole prompt. At most LOAD_AHEAD_BYTES_MAX wait in all copiers of a load together
+    (and one block more in each). `doubt` says which block did not match its checksum; nothing after it is delivered.
     """
 
-    def __init__(self, load: _Load, headers: Sequence[BlockHeader]) -> None:
+    def __init__(self, load: _Load, piece: Piece, headers: Sequence[BlockHeader]) -> None:
+        self.next_block = piece.first_block  # of the next payload to come
+        self.doubt: BlockCorrupt | None = None
         self._load = load
+        self._piece = piece
         self._headers = headers
-        self._first_block = load.next_block
         self._waiting: list[memoryview] = []
-        self._num_started = 0  # of `headers`
         self._copying: asyncio.Task[list[int]] | None = None
 
     async def add(self, payload: memoryview) -> None:
-        """Take one more payload. Raises BlockCorrupt when one before it did not match its checksum."""
+        """Take one more payload."""
+        self.next_block += 1
         self._waiting.append(payload)
-        waiting_bytes = len(self._waiting) * self._load.layout.block_bytes
-        if self._copying is None or self._copying.done() or waiting_bytes >= LOAD_AHEAD_BYTES_MAX:
+        self._load.ahead_bytes += payload.nbytes
+        if self._copying is None or self._copying.done() or self._load.ahead_bytes >= LOAD_AHEAD_BYTES_MAX:
             await self._settle()
-            self._start()
+            if self.doubt is None:
+                self._start()
 
     async def finish(self) -> None:
-        """Copy and check what still waits."""
+        """Copy and check what still waits; after this no thread writes to the piece's blocks. Not to be used again."""
         await self._settle()
-        if self._waiting:
+        if self._waiting and self.doubt is None:
             self._start()
             await self._settle()
-
-    async def stop(self) -> None:
-        """Drop what waits and let the copy under way end: the pool's blocks go back to the caller after this."""
-        self._waiting = []
-        if self._copying is not None:
-            await self._copying
+        self._load.ahead_bytes -= sum(payload.nbytes for payload in self._waiting)
 
     def _start(self) -> None:
         batch, self._waiting = self._waiting, []
-        first = self._first_block + self._num_started
-        self._num_started += len(batch)
-        block_ids = self._load.block_ids[first : first + len(batch)]
+        block_ids = self._load.block_ids[self.next_block - len(batch) : self.next_block]
         self._copying = asyncio.ensure_future(run_in_thread(_write_blocks, self._load.pool, block_ids, batch))
 
     async def _settle(self) -> None:
-        """Wait for the copy under way; extend the run by what matches, and refuse the first block that does not."""
+        """Wait for the copy under way; deliver what matches, up to the first block that does not."""
         if self._copying is None:
             return
-        digests, self._copying = await self._copying, None
+        await until_done(self._copying)  # a cancellation comes after it: the blocks are the pool's owner's then
+        digests, self._copying = self._copying.result(), None
+        self._load.ahead_bytes -= len(digests) * self._load.layout.block_bytes
         for digest in digests:
-            header = self._headers[self._load.next_block - self._first_block]
+            header = self._headers[self._piece.next_block - self._piece.first_block]
             if digest != header.payload_xxh3:
-                raise BlockCorrupt(header.block_hash, "checksum of the payload")
-            self._load.next_block += 1
+                self.doubt = BlockCorrupt(header.block_hash, "checksum of the payload")
+                return
+            self._load.run.delivered(self._piece)
 
 
 def _write_blocks(pool: PrefixPool, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> list[int]:

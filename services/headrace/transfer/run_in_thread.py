@@ -14,15 +14,17 @@ Result = TypeVar("Result")
 
 async def run_in_thread(function: Callable[..., Result], *args: object) -> Result:
     """Run `function(*args)` in the loop's thread pool. A cancellation is raised after the thread has finished."""
-    return await _until_done(asyncio.get_running_loop().run_in_executor(None, function, *args))
+    return await until_done(asyncio.get_running_loop().run_in_executor(None, function, *args))
 
 
 async def finish(work: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine that cancellation must not cut short; it must be bounded in time by itself."""
-    return await _until_done(asyncio.ensure_future(work))
+    return await until_done(asyncio.ensure_future(work))
 
 
-async def _until_done(work: asyncio.Future[Result]) -> Result:
+async def until_done(work: asyncio.Future[Result]) -> Result:
+    """Wait for work that goes on whatever happens to the caller; a cancellation is raised after it, and it keeps its
+    result."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
