@@ -22,7 +22,7 @@ from headrace.gateway.audit_log import asked_of, audit
 from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.drain_node import drain_node
 from headrace.gateway.evict_everywhere import evict_everywhere
-from headrace.gateway.examine_system import Stubs, examine_system
+from headrace.gateway.examine_system import examine_system
 from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
 from headrace.gateway.list_everywhere import list_everywhere, name_blocks
 from headrace.gateway.move_block import move_block, read_block
@@ -139,8 +139,7 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def _doctor(self, request: admin_pb2.DoctorRequest, scope: AdminScope) -> admin_pb2.DoctorReply:
         scope.require_all("examine the system")
-        stubs = Stubs(cache=self._fleet.cache_stub, node=self._fleet.node_stub)
-        findings = await examine_system(self._service, stubs=stubs, fix=request.fix)
+        findings = await examine_system(self._fleet, fix=request.fix)
         if request.fix:
             fixed = {f"{finding.check} {finding.holder}": finding.fixed for finding in findings if finding.fixed}
             audit(scope.tenant.name, "doctor --fix", {}, fixed)

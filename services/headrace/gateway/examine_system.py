@@ -1,49 +1,32 @@
-"""Examine the whole system for an operator: is everybody there, do clocks, versions and namespaces agree, is the index
-what the nodes hold? Looks at bounded samples; repairs only by having nodes register again and dead entries swept."""
+"""Examine the whole system for an operator: is everybody there, do clocks, versions and namespaces agree, do books
+balance, is the index what the nodes hold? Looks at bounded samples; repairs only by having nodes register again and
+dead entries swept."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 import grpc
 
 from headrace import __version__
-from headrace.core.block import BlockHash, NamespaceId
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, IndexUnavailable
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, CLOCK_SKEW_MS_MAX, DOCTOR_SAMPLE_BLOCKS, INDEX_SWEEP_ENTRIES
+from headrace.core.limits import CLOCK_SKEW_MS_MAX, DOCTOR_CHAINS_MAX, INDEX_SWEEP_ENTRIES, MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.gateway.compare_with_index import IndexGaps, KnownChain, compare_with_index
+from headrace.gateway.examine_node import examine_node
+from headrace.gateway.finding import Finding
+from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
 from headrace.gateway.service import GatewayService
-from headrace.wire.render import render_selector
 from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
 
-TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
 
-
-@dataclass(slots=True)
-class Finding:
-    """One thing that was looked at; `holder` is "" for what concerns everybody."""
-
-    check: str
-    holder: str
-    ok: bool
-    detail: str
-    fixed: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stubs:
-    """Ways to a node's two services."""
-
-    cache: Callable[[StoreNodeRecord], Any]
-    node: Callable[[StoreNodeRecord], Any]
-
-
-async def examine_system(service: GatewayService, *, stubs: Stubs, fix: bool) -> list[Finding]:
-    """Every finding, good ones too. fix: nodes that the index misrepresents register again; dead entries are swept."""
+async def examine_system(fleet: Fleet, *, fix: bool) -> list[Finding]:
+    """Every finding, good ones too. fix: nodes that the index misrepresents register again, dead entries are
+    swept."""
+    service = fleet.service
     await service.refresh()
     workers = service.table.records()
     try:
@@ -53,9 +36,9 @@ async def examine_system(service: GatewayService, *, stubs: Stubs, fix: bool) ->
         nodes, findings = (), [Finding("index", "", False, str(away))]
     if not nodes:
         findings.append(Finding("store nodes", "", False, "none is announced; nothing is kept but in workers' pools"))
-    for node in nodes:
-        findings += await _examine_node(service, node, stubs, fix=fix)
-    findings += [await _examine_worker(service, worker) for worker in workers]
+    findings += await _examine_nodes(fleet, nodes, fix=fix)
+    for worker in workers:
+        findings += await _examine_worker(service, worker)
     if not workers:
         findings.append(Finding("workers", "", False, "none is announced; no request can be served"))
     findings += _examine_namespaces(workers)
@@ -64,59 +47,71 @@ async def examine_system(service: GatewayService, *, stubs: Stubs, fix: bool) ->
     return findings
 
 
+async def _examine_nodes(fleet: Fleet, nodes: Sequence[StoreNodeRecord], *, fix: bool) -> list[Finding]:
+    taking_nodes = sum(not node.draining for node in nodes)
+    examined = await all_of([examine_node(node, fleet, taking_nodes=taking_nodes) for node in nodes])
+    listings = {each.node: each.blocks for each in examined if each.blocks is not None}
+    findings = [finding for each in examined for finding in each.findings]
+    return findings + await _examine_index(fleet, listings, fix=fix)
+
+
+async def _examine_index(
+    fleet: Fleet, listings: Mapping[StoreNodeRecord, Sequence[Any]], *, fix: bool
+) -> list[Finding]:
+    recent = fleet.service.recent_prompts.latest(DOCTOR_CHAINS_MAX)
+    asked_for = [KnownChain(each.prompt.namespace, each.prompt.chain) for each in recent if each.prompt.chain]
+    try:
+        gaps = await compare_with_index(fleet, listings, asked_for=asked_for)
+    except IndexUnavailable as away:
+        return [Finding("index entries", node.holder_id, False, f"not compared: {away}") for node in listings]
+    except grpc.aio.AioRpcError as failed:
+        return [Finding("index entries", "", False, f"not compared: {message_of(error_of_call(failed))}")]
+    findings = []
+    for node in listings:
+        finding = _index_finding(node, gaps[node.holder_id])
+        if fix and not finding.ok:
+            finding.fixed = await _register_again(fleet, node)
+        findings.append(finding)
+    return findings
+
+
+def _index_finding(node: StoreNodeRecord, gaps: IndexGaps) -> Finding:
+    wrong = []
+    if gaps.missing_blocks:
+        wrong.append(f"{gaps.missing_blocks:,} blocks that it holds are not in the index")
+    if gaps.stale_blocks:
+        wrong.append(f"the index names {gaps.stale_blocks:,} blocks that it does not hold")
+    looked_at = f"{gaps.chains:,} chains looked at"
+    return Finding("index entries", node.holder_id, not wrong, "; ".join([*wrong, looked_at]))
+
+
+async def _register_again(fleet: Fleet, node: StoreNodeRecord) -> str:
+    """What was done, or "" when the node did not answer: the finding stands then."""
+    try:
+        reply = await fleet.node_stub(node).Reregister(admin_pb2.ReregisterRequest(), timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return ""
+    return f"registers its {reply.blocks:,} blocks again"
+
+
 def _index_detail(available: bool) -> str:
     return "answers" if available else "does not answer; requests go on without reuse"
 
 
-async def _examine_node(service: GatewayService, node: StoreNodeRecord, stubs: Stubs, *, fix: bool) -> list[Finding]:
-    try:
-        asked_ms = service.clock.unix_ms()
-        status = await stubs.cache(node).Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S)
-        answered_ms = service.clock.unix_ms()
-        listing = await stubs.cache(node).ListBlocks(
-            admin_pb2.ListBlocksRequest(selector=render_selector(EvictSelector()), limit=DOCTOR_SAMPLE_BLOCKS),
-            timeout=TIMEOUT_S,
-        )
-        held = Finding("store node", node.holder_id, True, f"answers; holds {listing.total_blocks:,} blocks")
-        found = [held, _clock(node, status.unix_ms, asked_ms, answered_ms), _version(node, status.version)]
-        indexed = await _compare_with_index(service, node, listing.blocks)
-        if fix and not indexed.ok:
-            reply = await stubs.node(node).Reregister(admin_pb2.ReregisterRequest(), timeout=TIMEOUT_S)
-            indexed.fixed = f"registers its {reply.blocks:,} blocks again"
-        return [*found, indexed]
-    except grpc.aio.AioRpcError as failed:
-        return [Finding("store node", node.holder_id, False, message_of(error_of_call(failed)))]
+async def _examine_worker(service: GatewayService, worker: WorkerRecord) -> list[Finding]:
+    findings = [
+        Finding("version", worker.holder_id, worker.version == __version__, f"{worker.version}, here {__version__}")
+    ]
+    if worker.unix_ms:
+        # Said when it was announced, which is at most MEMBER_TTL_MS ago.
+        now_ms = service.clock.unix_ms()
+        off_ms = max(worker.unix_ms - now_ms, now_ms - MEMBER_TTL_MS - worker.unix_ms, 0)
+        detail = f"{off_ms:,} ms from this gateway's, or less; known to {MEMBER_TTL_MS / 1_000:g} s"
+        findings.append(Finding("clock", worker.holder_id, off_ms <= CLOCK_SKEW_MS_MAX, detail))
+    return [await _ask_worker(service, worker), *findings]
 
 
-def _clock(node: StoreNodeRecord, theirs_ms: int, asked_ms: int, answered_ms: int) -> Finding:
-    """Its clock lies between our two readings, or is off by at least the distance."""
-    off_ms = max(asked_ms - theirs_ms, theirs_ms - answered_ms, 0)
-    return Finding("clock", node.holder_id, off_ms <= CLOCK_SKEW_MS_MAX, f"{off_ms:,} ms from this gateway's, or less")
-
-
-def _version(node: StoreNodeRecord, version: str) -> Finding:
-    return Finding("version", node.holder_id, version == __version__, f"{version or 'unknown'}, here {__version__}")
-
-
-async def _compare_with_index(service: GatewayService, node: StoreNodeRecord, blocks: Sequence[Any]) -> Finding:
-    """Whether the index names the sampled blocks. Listed heads first, so that chains can be put together."""
-    chains: dict[tuple[str, bytes], tuple[BlockHash, ...]] = {}
-    for block in blocks:
-        before = chains.get((block.namespace, block.parent_hash), ())
-        if block.position == len(before):
-            chains[(block.namespace, block.block_hash)] = (*before, BlockHash(block.block_hash))
-    missing = 0
-    try:
-        for (namespace, _), chain in chains.items():
-            match = await service.index.longest_prefix(NamespaceId(namespace), chain)
-            missing += match.of(node.holder_id) < len(chain)
-    except IndexUnavailable as away:
-        return Finding("index entries", node.holder_id, False, f"not compared: {away}")
-    detail = f"{missing} of {len(chains)} sampled blocks are not in the index" if missing else f"{len(chains)} sampled"
-    return Finding("index entries", node.holder_id, not missing, detail)
-
-
-async def _examine_worker(service: GatewayService, worker: WorkerRecord) -> Finding:
+async def _ask_worker(service: GatewayService, worker: WorkerRecord) -> Finding:
     try:
         async with Deadline.after(TIMEOUT_S, service.clock).scope(f"asking {worker.worker_id}"):
             listing = await service.calls.list_device(worker, EvictSelector(), limit=0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from headrace.core.block import HashedPrompt
 from headrace.core.generation import RequestId
@@ -35,6 +36,10 @@ class RecentPrompts:
         while len(self._prompts) > self._prompts_max or self._num_tokens > self._tokens_max:
             oldest = next(iter(self._prompts))
             self._num_tokens -= len(self._prompts.pop(oldest).prompt.token_ids)
+
+    def latest(self, prompts_max: int) -> list[RecentPrompt]:
+        """The requests that came last, newest first."""
+        return list(islice(reversed(self._prompts.values()), prompts_max))
 
     def find(self, request_id: str) -> RecentPrompt | None:
         """The request's prompt, if it is still remembered."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
 from admin_kit import admin_over, store_text, token_ids_of
@@ -11,13 +12,18 @@ from tiny_gateway import make_namespace
 from headrace.admin.cli import main
 from headrace.core.block import HolderId, Tier
 from headrace.core.errors import WorkerUnavailable
+from headrace.core.generation import RequestId
+from headrace.gateway.recent_prompts import RecentPrompt
 from headrace.gateway.service import hash_for
+from headrace.wire.v1 import admin_pb2
 
 TEXT = "sharedheadtail!!"
 
 
 async def examine(admin, *args):
     """Run the command in a thread of its own; its exit code and what was not well."""
+    for kit in admin.kits.values():
+        kit.clock.seconds = max(kit.clock.seconds, time.time())
     command = ["doctor", "--json", "--address", admin.address, *args]
     done = await asyncio.to_thread(CliRunner().invoke, main, command, catch_exceptions=False)
     return done.exit_code, [found for found in json.loads(done.stdout)["findings"] if not found["ok"]]
@@ -69,3 +75,75 @@ async def test_fix_has_a_misrepresented_node_register_again(model_path):
         code, problems = await examine(admin, "--fix")
         assert (code, [found["fixed"] for found in problems]) == (0, ["registers its 4 blocks again"])
         assert admin.kits["n1"].node.incarnation > before
+
+
+async def register(admin, holder, text=TEXT):
+    """Have the index name a text's blocks, true or not."""
+    await admin.gateway.service.index.register(
+        holder=HolderId(holder),
+        incarnation=1,
+        tier=Tier.HOST,
+        namespace=make_namespace().id,
+        blocks=hash_for(make_namespace(), token_ids_of(text)).chain,
+    )
+
+
+async def test_entries_for_blocks_that_a_node_does_not_hold_are_found_and_voided(model_path):
+    """Fails when only one direction is compared: such entries send readers to a node that has nothing for them."""
+    async with admin_over(model_path, "n1", "n2") as admin:
+        store_text(admin.kits["n2"], TEXT)
+        await register(admin, "node:n1")
+        await register(admin, "node:n2")
+        code, problems = await examine(admin)
+        assert code == 1
+        (found,) = problems
+        assert (found["check"], found["holder"]) == ("index entries", "node:n1")
+        assert "the index names 4 blocks that it does not hold" in found["detail"]
+        before = admin.kits["n1"].node.incarnation
+        await examine(admin, "--fix")
+        assert admin.kits["n1"].node.incarnation > before
+
+
+async def test_entries_that_only_a_served_request_knows_of_are_found(model_path):
+    """Fails when blocks that no node holds any more are looked for in listings alone."""
+    async with admin_over(model_path, "n1") as admin:
+        await register(admin, "node:n1")
+        prompt = hash_for(make_namespace(), token_ids_of(TEXT))
+        admin.gateway.service.recent_prompts.add(RequestId("r1"), RecentPrompt("tiny", "", prompt))
+        _, (found,) = await examine(admin)
+        assert "the index names 4 blocks that it does not hold" in found["detail"]
+
+
+async def test_books_that_do_not_balance_are_told_of(model_path):
+    """Fails when a node's own check is not asked for, or its answer is lost."""
+    async with admin_over(model_path, "n1") as admin:
+        store_text(admin.kits["n1"], TEXT)
+        await register(admin, "node:n1")
+        next(iter(admin.kits["n1"].node.residents())).leases += 1
+        _, (found,) = await examine(admin)
+        assert (found["check"], found["holder"]) == ("books", "node:n1")
+        assert "lease counts do not match leases" in found["detail"]
+
+
+async def test_draining_is_well_as_long_as_another_node_takes_new_blocks(model_path):
+    """Fails when a forgotten drain of the last node goes unsaid, or a drain as it should be is called a problem."""
+    async with admin_over(model_path, "n1", "n2") as admin:
+        for holder, problems in (("node:n1", []), ("node:n2", ["node:n1", "node:n2"])):
+            order = admin_pb2.DrainNodeRequest(holder=holder, without_moving=True)
+            assert [step.state async for step in admin.stub.DrainNode(order)] == ["draining"]
+            _, found = await examine(admin)
+            assert [each["holder"] for each in found if each["check"] == "draining"] == problems
+
+
+async def test_a_worker_of_another_version_or_time_is_named(model_path):
+    """Fails when the records' version or clock is not looked at."""
+    async with admin_over(model_path, "n1") as admin:
+        now_ms = int(time.time() * 1_000)
+        for worker_id, changes in {"d0": {"version": "0.0.1"}, "d1": {"unix_ms": now_ms - 3_600_000}}.items():
+            record = replace(admin.gateway.worker(worker_id).record, incarnation=2, model_path=model_path, **changes)
+            await admin.gateway.membership.announce(record, ttl_ms=60_000)
+        _, problems = await examine(admin)
+        assert {(found["check"], found["holder"]) for found in problems} == {
+            ("version", "worker:d0"),
+            ("clock", "worker:d1"),
+        }
