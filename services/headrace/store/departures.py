@@ -59,7 +59,8 @@ class Departures:
 
     def drain_unpinned(self, root: HeldBlock, *, blocks_max: int) -> int:
         """The same, of a block whose ordered moment has come, tails first and no more than so many at once; what a pin
-        keeps stays. Disk copies go, too. Returns how many blocks were hidden; fewer than `blocks_max`: all that can."""
+        keeps stays. Copies on disk go as soon as the arena has none before them. Returns how many blocks were hidden;
+        fewer than `blocks_max`: all that can."""
         hidden = 0
         path = [(root, iter(list(root.children.values())))]
         while path and hidden < blocks_max:
@@ -70,9 +71,9 @@ class Departures:
                     path.append((child, iter(list(child.children.values()))))
                 continue
             path.pop()
-            self._disk.orphan(member.key)
-            if member.pin_refs == 0:
-                self._drop_copy(member)
+            if member.pin_refs:
+                self._disk.orphan(member.key)
+            else:
                 self._hide(member)
                 hidden += 1
         return hidden

@@ -81,7 +81,8 @@ class PrefixOrders:
         for root in roots:
             self._terms.order(root, expires_unix_ms or 0)
         held = {b.key: b for root in roots for b in self._blocks.with_descendants(root) if b.visible}
-        report = self._report(ControlOutcome.DONE, held.values(), until_unix_ms=expires_unix_ms)
+        why = "what a pin keeps goes when that ends" if any(root.pin_refs for root in roots) and expires_unix_ms else ""
+        report = self._report(ControlOutcome.DONE, held.values(), until_unix_ms=expires_unix_ms, why=why)
         return _with_disk(report, self._on_disk(held))
 
     def _named(self, selector: EvictSelector) -> list[HeldBlock]:

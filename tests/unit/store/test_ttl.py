@@ -241,6 +241,20 @@ def test_an_order_hides_at_once_what_is_read_and_frees_it_when_the_last_reader_i
     assert kit.arena.free_bytes == kit.arena.data_bytes
 
 
+def test_a_broken_block_that_waits_for_its_reader_is_not_ordered_about_again() -> None:
+    kit, prompt = make_kit(), make_prompt(1, 2)
+    kit.store(prompt, range(2))
+    kit.node.set_ttl(named(prompt.chain[0]), expires_unix_ms=kit.clock.unix_ms() + 10_000)
+    first, second = (kit.node.lease(prompt.namespace, prompt.chain, first_block=0) for _ in range(2))
+    kit.arena.payload(first.blocks[0].slot, 4)[:] = b"torn"
+    kit.node.release(first.lease_id, [0])
+    wait(kit, 10)
+    assert kit.node.counters.expired_blocks == 0
+    kit.node.release(second.lease_id)
+    wait(kit, 0)
+    assert kit.arena.free_bytes == kit.arena.data_bytes
+
+
 def test_an_order_can_be_changed_and_taken_back() -> None:
     kit, prompt = make_kit(), make_prompt(1, 2)
     kit.store(prompt, range(2), retention=HOUR)
@@ -329,6 +343,7 @@ def test_what_has_a_bounded_time_or_shall_not_be_on_disk_is_not_written_there(
     kit, prompt = make_disk_kit(tmp_path), make_prompt(1, 2)
     kit.store(prompt, range(2), retention=retention)
     fill_arena(kit)
+    assert kit.node.disk.counters.evicted_by_operator == 0, "it was written and then taken back"
     kit.work()
     assert kit.held(prompt) == 0
     kit.restart()
@@ -373,6 +388,23 @@ def test_an_order_takes_both_tiers_and_nothing_comes_back_after_a_crash(tmp_path
     kit.restart()
     assert kit.held(prompt) == 0
     kit.node.check_integrity()
+
+
+def test_an_order_takes_from_disk_what_stands_on_a_pinned_block(tmp_path: Path) -> None:
+    kit, prompt = make_disk_kit(tmp_path), make_prompt(1, 3)
+    kit.store(prompt, range(3))
+    fill_arena(kit)
+    kit.work()
+    assert kit.promote(replace(prompt, chain=prompt.chain[:1])) == 1
+    kit.node.pin(named(prompt.chain[0]), until_unix_ms=None)
+    report = kit.node.set_ttl(named(prompt.chain[0]), expires_unix_ms=kit.clock.unix_ms() + 30_000)
+    assert report.why == "what a pin keeps goes when that ends"
+    wait(kit, 30)
+    assert kit.held(prompt) == 1
+    assert [kit.node.disk.get((prompt.namespace, block)) is None for block in prompt.chain] == [False, True, True]
+    kit.node.unpin(named(prompt.chain[0]))
+    wait(kit, 0)
+    assert kit.held(prompt) == 0
 
 
 def test_a_block_with_an_order_that_leaves_for_room_takes_its_copy_on_disk_along(tmp_path: Path) -> None:
