@@ -6,7 +6,6 @@ when store nodes drop their copies is theirs to know. Orders end with the worker
 """
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass
 
 from headrace.core.clock import Clock
@@ -39,7 +38,6 @@ class DeviceExpiry:
         self._worker = worker
         self._clock = clock
         self._orders: dict[EvictSelector, _Order] = {}  # by what they name: a later order on the same replaces it
-        self._changed = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -63,8 +61,8 @@ class DeviceExpiry:
         return self._owner is not None and not self._owner.done()
 
     def order(self, selector: EvictSelector, *, ttl_s: float | None) -> ControlReport:
-        """Have what `selector` names, and all that stands on it, go `ttl_s` seconds from now; None takes an order on
-        the same back. Refused when too many are kept."""
+        """Have what `selector` names, and all that stands on it, go `ttl_s` seconds from now (at least TTL_S_MIN: the
+        task sleeps as long); None takes an order on the same back. Refused when too many are kept."""
         selection = pool_selection(selector, self._worker.namespace)
         if selection is None:
             return self._report(ControlOutcome.NOT_HELD, num_blocks=0)
@@ -76,7 +74,6 @@ class DeviceExpiry:
         if why:
             return self._report(ControlOutcome.REFUSED, num_blocks=num_blocks, why=why)
         self._orders[selector] = _Order(selection, self._clock.now_s() + ttl_s)
-        self._changed.set()
         until_unix_ms = self._clock.unix_ms() + round(ttl_s * 1_000)
         outcome = ControlOutcome.DONE if num_blocks else ControlOutcome.NOT_HELD
         return self._report(outcome, num_blocks=num_blocks, until_unix_ms=until_unix_ms)
@@ -93,10 +90,8 @@ class DeviceExpiry:
 
     async def _keep_expiring(self) -> None:
         while True:
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.step()):
-                    await self._changed.wait()
+            wait_s = self.step()
+            await asyncio.sleep(wait_s)
 
     def _why_refused(self, selector: EvictSelector) -> str:
         others = [other for other in self._orders if other != selector]

@@ -1,6 +1,7 @@
 """A tiny llama with random weights and a byte-level tokenizer, and engines over it."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -115,21 +116,34 @@ def make_prompt(engine: Engine, token_ids: Sequence[int]) -> HashedPrompt:
     return hash_prompt(namespace.id, token_ids, block_tokens=BLOCK_TOKENS, algorithm=namespace.hash_algorithm)
 
 
-async def admit(engine: Engine, token_ids: Sequence[int], *, use_device: bool = False, for_s: float = 60) -> Admission:
+async def admit(
+    engine: Engine,
+    token_ids: Sequence[int],
+    *,
+    use_device: bool = False,
+    for_s: float = 60,
+    ttl_s: float = math.inf,
+) -> Admission:
     return await engine.admit(
         make_prompt(engine, token_ids),
         num_blocks=len(token_ids) // BLOCK_TOKENS + 1,
         use_device=use_device,
         deadline=Deadline.after(for_s, CLOCK),
+        ttl_s=ttl_s,
     )
 
 
 async def generate(
-    engine: Engine, token_ids: Sequence[int], *, use_device: bool = False, sampling: SamplingParams | None = None
+    engine: Engine,
+    token_ids: Sequence[int],
+    *,
+    use_device: bool = False,
+    sampling: SamplingParams | None = None,
+    ttl_s: float = math.inf,
 ) -> Reply:
     """One request from admission to release. All log-probabilities of each row stand for the bits of its logits."""
     sampling = sampling or SamplingParams(max_tokens=12, logprobs=VOCAB, ignore_eos=True)
-    admission = await admit(engine, token_ids, use_device=use_device)
+    admission = await admit(engine, token_ids, use_device=use_device, ttl_s=ttl_s)
     num_device_blocks = admission.num_device_blocks
     tokens: list[TokenDelta] = []
     filled: list[FilledBlock] = []

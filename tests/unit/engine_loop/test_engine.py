@@ -14,7 +14,7 @@ from headrace.core.clock import Deadline
 from headrace.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, WorkerUnavailable
 from headrace.core.generation import EvictSelector, FinishReason, SamplingParams, TokenDelta
 from headrace.core.limits import ENGINE_STALL_MS, STREAM_EVENTS_MAX, WORKER_WAITING_MAX
-from headrace.engine.block_pool import Taken
+from headrace.engine.block_pool import Selection, Taken
 from headrace.engine.engine import Admission, Engine, EngineEvent, EngineLoad, FilledBlock, RunFinished
 from headrace.engine.event_stream import EventStream
 from headrace.engine.load_model import LoadedModel
@@ -323,6 +323,31 @@ async def test_a_preempted_sequence_gets_blocks_before_new_prompts_do(make_engin
     assert engine.num_without_blocks == 0, "a preempted sequence still waits for blocks"
     engine.release(admission)
     await asyncio.gather(old, young)
+
+
+async def test_what_a_sequence_leaves_has_its_time_to_live_also_when_it_was_preempted(make_engine: MakeEngine) -> None:
+    """Fails when blocks of the prompt, of the answer or of a sequence that came back are kept without a bound."""
+    engine = make_engine(usable_blocks=16)
+    prompts = [make_tokens(16 + seed, seed=seed) for seed in range(5)]
+    params = make_params(36, logprobs=None)
+    replies = [generate(engine, prompt, use_device=True, sampling=params, ttl_s=600) for prompt in prompts]
+    await asyncio.gather(*replies)
+    assert engine.num_preemptions, "the pool was not tight enough to test anything"
+    blocks = engine.pool.describe(Selection())
+    left_s = [block.expires_unix_ms / 1_000 - CLOCK.unix_ms() / 1_000 for block in blocks]
+    assert len(blocks) > 5
+    assert all(500 < left <= 601 for left in left_s)
+    await generate(engine, prompts[-1], use_device=True)
+    assert 0 in [block.expires_unix_ms for block in engine.pool.describe(Selection())], "a use without a bound is none"
+
+
+async def test_what_was_loaded_has_the_time_to_live_of_who_loaded_it(make_engine: MakeEngine) -> None:
+    """Fails when blocks from a store node are kept on the device without a bound."""
+    engine = make_engine()
+    admission = await admit(engine, make_tokens(20, seed=1), ttl_s=600)
+    engine.mark_loaded(admission, 2)
+    engine.release(admission)
+    assert all(block.expires_unix_ms for block in engine.pool.describe(Selection()))
 
 
 async def test_a_full_queue_is_overloaded_and_says_when_to_come_back(make_engine: MakeEngine) -> None:
