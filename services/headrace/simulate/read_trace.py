@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.core.errors import InvalidRequest
 
@@ -36,6 +36,8 @@ class TracedRequest:
 
     input_tokens: int
     block_ids: tuple[int, ...]
+    arrival_s: float = 0.0  # from the trace's start
+    output_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def read_trace(
 
     `block_tokens` None: the size that fits all lengths. `merge_blocks` N makes one block of N (what is left over at the
     end of a prompt is not cached): long contexts in small blocks replay N times faster. `users` is for files of
-    conversations: so many run at the same time, in the order of the file.
+    conversations: so many run at the same time, in the order of the file. Times are Mooncake's milliseconds.
     """
     first = next(_lines(path), None)
     if first is None:
@@ -62,7 +64,7 @@ def read_trace(
     if "hash_ids" in first[1]:
         raw = [_prompt_of(path, number, line) for number, line in _lines(path)]
         size = block_tokens or _fitting_block_tokens(path, raw)
-        prompts: Iterable[tuple[int, Iterable[Any]]] = raw
+        prompts: Iterable[_Prompt] = raw
     elif "requests" in first[1]:
         size = block_tokens or int(first[1].get("block_size", 64))
         prompts = _interleave(path, users)
@@ -83,32 +85,46 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise InvalidRequest(f"{path} is not a trace of JSON lines: {error}", param="trace") from error
 
 
-def _prompt_of(path: Path, number: int, line: dict[str, Any]) -> tuple[int, list[int]]:
+class _Prompt(NamedTuple):
+    """One request as a file has it."""
+
+    tokens: int
+    ids: Iterable[Any]
+    arrival_s: float
+    output_tokens: int
+
+
+def _prompt_of(path: Path, number: int, line: dict[str, Any]) -> _Prompt:
     try:
-        return int(line["input_length"]), [int(block) for block in line["hash_ids"]]
+        return _Prompt(
+            int(line["input_length"]),
+            [int(block) for block in line["hash_ids"]],
+            float(line.get("timestamp", 0.0)) / 1_000,
+            max(1, int(line.get("output_length", 1))),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{path}: line {number} lacks input_length or hash_ids", param="trace") from error
 
 
-def _fitting_block_tokens(path: Path, prompts: list[tuple[int, list[int]]]) -> int:
+def _fitting_block_tokens(path: Path, prompts: list[_Prompt]) -> int:
     """The block size with which every prompt has as many ids as blocks, its partial last one counted or not."""
     for size in BLOCK_TOKENS_TRIED:
-        if all(len(ids) in (tokens // size, -(-tokens // size)) for tokens, ids in prompts):
+        if all(len(list(p.ids)) in (p.tokens // size, -(-p.tokens // size)) for p in prompts):
             return size
     raise InvalidRequest(f"{path}: no usual block size fits the lengths; name one", param="block_tokens")
 
 
 def _number_blocks(
-    path: Path, prompts: Iterable[tuple[int, Iterable[Any]]], *, block_tokens: int, merge_blocks: int, report: Report
+    path: Path, prompts: Iterable[_Prompt], *, block_tokens: int, merge_blocks: int, report: Report
 ) -> Trace:
     """Give ids small numbers, merge blocks, and check that a block always follows the same block."""
     numbers: dict[Any, int] = {}
     parents: list[int] = []
     requests = []
-    for count, (tokens, ids) in enumerate(prompts, start=1):
+    for count, prompt in enumerate(prompts, start=1):
         chain = []
         parent = -1
-        for name in list(ids)[merge_blocks - 1 :: merge_blocks]:
+        for name in list(prompt.ids)[merge_blocks - 1 :: merge_blocks]:
             block = numbers.setdefault(name, len(numbers))
             if block == len(parents):
                 parents.append(parent)
@@ -116,13 +132,13 @@ def _number_blocks(
                 raise InvalidRequest(f"{path}: request {count} has block {name!r} behind another block", param="trace")
             chain.append(block)
             parent = block
-        requests.append(TracedRequest(input_tokens=tokens, block_ids=tuple(chain)))
+        requests.append(TracedRequest(prompt.tokens, tuple(chain), prompt.arrival_s, prompt.output_tokens))
         if count % REPORT_EVERY == 0:
             report(f"read {count:,} requests, {len(numbers):,} different blocks")
     return Trace(requests=tuple(requests), block_tokens=block_tokens, num_blocks=len(numbers))
 
 
-def _interleave(path: Path, users: int) -> Iterator[tuple[int, Iterable[Any]]]:
+def _interleave(path: Path, users: int) -> Iterator[_Prompt]:
     """Requests of conversations as `users` people would send them, each taking the next conversation of the file."""
     conversations = _lines(path)
     waiting: list[tuple[float, int, Iterator[tuple[float, dict[str, Any]]], int, dict[str, Any]]] = []
@@ -140,7 +156,8 @@ def _interleave(path: Path, users: int) -> Iterator[tuple[int, Iterable[Any]]]:
         now_s, user, steps, number, request = heapq.heappop(waiting)
         runs = request["hash_runs"]
         # Ids are local to a conversation: the line number makes them global.
-        yield int(request["in"]), [(number, first + i) for first, count in runs for i in range(count)]
+        ids = [(number, first + i) for first, count in runs for i in range(count)]
+        yield _Prompt(int(request["in"]), ids, now_s, max(1, int(request.get("out", 1))))
         following = next(steps, None)
         if following is None:
             take_next(user, now_s)

@@ -1,0 +1,108 @@
+"""A cluster as a simulation sees it: how many workers of which kind, how fast, with how much memory, on what network.
+
+Read from a small YAML file, or one of the profiles that ship beside this file. Every number has a unit in its name.
+"""
+
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.step_costs import DecodeCost, LinkCost, PrefillCost
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterModel:
+    """Every worker is a host of its own with one GPU. Mixed workers prefill and decode; the others do one of them."""
+
+    name: str
+    prefill_workers: int
+    decode_workers: int
+    mixed_workers: int
+    prefill: PrefillCost
+    decode: DecodeCost
+    network: LinkCost  # of every host, shared by what it sends
+    kv_token_bytes: int
+    device_tokens: int  # KV that one worker's GPU holds, running sequences included
+    host_tokens: int  # KV that one host's memory holds behind it; 0: no pool
+    ttft_slo_s: float
+    itl_slo_s: float
+
+    @property
+    def num_workers(self) -> int:
+        """Prefill workers are numbered first, then decode workers, then mixed ones."""
+        return self.prefill_workers + self.decode_workers + self.mixed_workers
+
+    @property
+    def prefillers(self) -> tuple[int, ...]:
+        """Workers that take prefills sent by the gateway."""
+        first_mixed = self.prefill_workers + self.decode_workers
+        return (*range(self.prefill_workers), *range(first_mixed, self.num_workers))
+
+    @property
+    def decoders(self) -> tuple[int, ...]:
+        """Workers that decode."""
+        return tuple(range(self.prefill_workers, self.num_workers))
+
+
+PROFILES = ("h100-8b-pd", "h100-8b-pd-pool", "h100-8b-mixed", "h100-8b-mixed-pool", "h100-70b-pd-pool")
+
+
+def read_cluster(named: str) -> ClusterModel:
+    """A profile by its name, or a YAML file by its path. Raises InvalidRequest naming the field that is wrong."""
+    try:
+        if named in PROFILES:
+            text = resources.files("headrace.simulate").joinpath(f"profiles/{named}.yaml").read_text(encoding="utf-8")
+        else:
+            text = Path(named).read_text(encoding="utf-8")
+        loaded = yaml.safe_load(text)
+    except OSError as error:
+        known = ", ".join(PROFILES)
+        raise InvalidRequest(f"{named!r} is no profile ({known}) and no readable file", param="cluster") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidRequest(f"{named} is not YAML: {error}", param="cluster") from error
+    if not isinstance(loaded, dict):
+        raise InvalidRequest(f"{named} must be a mapping", param="cluster")
+    return _parse(named, loaded)
+
+
+def _parse(named: str, loaded: dict[str, Any]) -> ClusterModel:
+    wanted: dict[str, Any] = {field.name: field.type for field in fields(ClusterModel)}
+    unknown, missing = sorted(set(loaded) - set(wanted)), sorted(set(wanted) - set(loaded))
+    if unknown or missing:
+        raise InvalidRequest(
+            f"{named}: unknown {unknown or 'nothing'}, missing {missing or 'nothing'}", param="cluster"
+        )
+    values: dict[str, Any] = {"name": str(loaded["name"])}
+    for name, kind in wanted.items():
+        if name == "name":
+            continue
+        if kind in (PrefillCost, DecodeCost, LinkCost):
+            values[name] = _parse_costs(named, name, kind, loaded[name])
+        else:
+            values[name] = kind(_number(named, name, loaded[name]))
+    model = ClusterModel(**values)
+    if not model.prefillers or not model.decoders:
+        raise InvalidRequest(f"{named}: needs workers that prefill and workers that decode", param="cluster")
+    return model
+
+
+def _parse_costs(named: str, name: str, kind: Any, given: Any) -> Any:
+    wanted = [field.name for field in fields(kind)]
+    if not isinstance(given, dict) or set(given) != set(wanted):
+        raise InvalidRequest(f"{named}: {name} must have exactly {', '.join(wanted)}", param="cluster")
+    return kind(**{key: _number(named, f"{name}.{key}", given[key]) for key in wanted})
+
+
+def _number(named: str, name: str, given: Any) -> float:
+    """YAML reads 1e9 as text and 1.0e+9 as a number; people write the first."""
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{named}: {name} must be a number, not {given!r:.40}", param="cluster") from None
+    if not 0 <= number < 1e18:
+        raise InvalidRequest(f"{named}: {name} must not be negative or huge", param="cluster")
+    return number

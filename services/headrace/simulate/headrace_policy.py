@@ -1,0 +1,141 @@
+"""Headrace's own routing in the simulator: the same `choose_placement` that gateways run, over the simulated fleet."""
+
+import numpy as np
+
+from headrace.core.choose_placement import INTERFERENCE, Copy, Placement, Workers, choose_placement, gpu_price
+from headrace.core.predicted_blocks import PredictedBlocks
+from headrace.simulate.simulated_fleet import QueueOrder, RoutePlan, SimulatedFleet, SimulatedRequest
+
+# A decode worker computes up to this many missing tokens itself, when that is predicted to be sooner.
+LOCAL_PREFILL_TOKENS = 2_048
+
+# ... and while running sequences hold less than this share of its memory.
+LOCAL_PREFILL_MEMORY_MAX = 0.9
+
+# Weight of a new request in the running mean of the least work that requests need.
+WORK_WEIGHT = 0.02
+
+
+# Placements that are believed at the same time, at most.
+PREDICTIONS_MAX = 4_096
+
+# How much longer than predicted a placement is believed, in units of its work.
+PREDICTION_SLACK = 1.0
+
+
+class HeadracePolicy:
+    """`RoutePolicy` by predicted seconds."""
+
+    name = "headrace"
+    order = QueueOrder.SHORTEST_REMAINING
+    keeps_chains_together = True
+
+    def __init__(self, fleet: SimulatedFleet) -> None:
+        self._fleet = fleet
+        model = fleet.model
+        ids = np.random.default_rng(1).integers(0, 2**63, model.num_workers, dtype=np.uint64)
+        self._prefillers = np.array(model.prefillers)
+        self._decoders = np.array(model.decoders)
+        self._ids = ids
+        self._usual_work_s = 0.0
+        self._predicted = PredictedBlocks[int](chains_max=PREDICTIONS_MAX)
+
+    def route(self, request: SimulatedRequest) -> RoutePlan:
+        """Prefill worker, decode worker and what is fetched, chosen together."""
+        fleet, model = self._fleet, self._fleet.model
+        predicted = self._predicted.depths(request.chain, model.num_workers, now_s=fleet.now_s)
+        held = fleet.device.depths(request.chain, model.num_workers)
+        depth = np.maximum(held, predicted) * fleet.block_tokens
+        queue_s = fleet.queue_s()
+        copy, source = self._best_copy(request)
+        tie_key = self._first_unheld(request, depth, copy)
+        price = gpu_price(queue_s[self._prefillers], self._usual_work_s)
+        placed = self._place(
+            request, self._prefillers, depth=depth, queue_s=queue_s, copy=copy, price=price, tie_key=tie_key
+        )
+        self._usual_work_s += WORK_WEIGHT * (placed.compute_s - self._usual_work_s)
+        worker = int(self._prefillers[placed.worker])
+        until_s = fleet.now_s + placed.ttft_s + PREDICTION_SLACK * placed.compute_s
+        if worker in model.decoders:
+            self._predicted.add(worker, request.chain, until_s=until_s)
+            return _plan(placed, prefill=worker, decode=worker, source=source)
+        decode, local = self._choose_decode(request, placed, depth=depth, queue_s=queue_s)
+        if local is not None:
+            return RoutePlan(None, decode, local)
+        self._predicted.add(worker, request.chain, until_s=until_s)
+        return _plan(placed, prefill=worker, decode=decode, source=source)
+
+    def _place(
+        self,
+        request: SimulatedRequest,
+        among: np.ndarray,
+        *,
+        depth: np.ndarray,
+        queue_s: np.ndarray,
+        copy: Copy | None,
+        price: float,
+        tie_key: int,
+    ) -> Placement:
+        fleet = self._fleet
+        mixed = fleet.model.mixed_workers > 0
+        workers = Workers(
+            queue_s=queue_s[among],
+            decodes=fleet.decodes[among],
+            own_tokens=depth[among].astype(np.int64),
+            cost=fleet.model.prefill,
+            ids=self._ids[among],
+        )
+        if copy is not None:
+            copy = Copy(copy.tokens, copy.token_bytes, copy.link, copy.link_busy_s[among])
+        interference = INTERFERENCE if mixed else 0.0
+        return choose_placement(
+            request.input_tokens, workers, copy=copy, price=price, tie_key=tie_key, interference=interference
+        )
+
+    def _best_copy(self, request: SimulatedRequest) -> tuple[Copy | None, int]:
+        """The longest run in the pool; of several hosts that have it, the one whose link is free soonest."""
+        fleet = self._fleet
+        if not fleet.hosts:
+            return None, -1
+        blocks = fleet.host.depths(request.chain, fleet.model.num_workers)
+        longest = int(blocks.max())
+        if longest == 0:
+            return None, -1
+        holders = np.flatnonzero(blocks == longest)
+        busy_s = np.maximum(fleet.link_free_s - fleet.now_s, 0.0)
+        source = int(holders[busy_s[holders].argmin()])
+        waits = np.full(fleet.model.num_workers, busy_s[source])
+        waits[source] = 0.0  # its own memory needs no link
+        return Copy(longest * fleet.block_tokens, fleet.model.kv_token_bytes, fleet.model.network, waits), source
+
+    def _first_unheld(self, request: SimulatedRequest, depth: np.ndarray, copy: Copy | None) -> int:
+        """A number for the first block that nobody has: equal prompts have it in common, others do not."""
+        held = max(int(depth.max()), copy.tokens if copy else 0) // self._fleet.block_tokens
+        chain = request.chain
+        return chain[min(held, len(chain) - 1)] * 0x9E3779B97F4A7C15 if chain else request.number
+
+    def _choose_decode(
+        self, request: SimulatedRequest, placed: Placement, *, depth: np.ndarray, queue_s: np.ndarray
+    ) -> tuple[int, float | None]:
+        """The decode worker, and the work if it computes the prompt itself."""
+        fleet, model = self._fleet, self._fleet.model
+        decoders = self._decoders
+        decode = int(decoders[fleet.decode_tokens[decoders].argmin()])
+        hand_off_s = model.network.round_trip_s + fleet.block_tokens * model.kv_token_bytes / model.network.bytes_per_s
+        best: tuple[float, int, float] | None = None
+        for candidate in decoders:
+            own = min(int(depth[candidate]), request.input_tokens - 1)
+            if request.input_tokens - own > LOCAL_PREFILL_TOKENS:
+                continue
+            if fleet.memory_use(candidate) >= LOCAL_PREFILL_MEMORY_MAX:
+                continue
+            work_s = float(model.prefill.seconds(own, request.input_tokens))
+            steps_s = (1 + (request.input_tokens - own) // 512) * fleet.step_s(candidate)
+            local_s = queue_s[candidate] + work_s + steps_s + INTERFERENCE * fleet.decodes[candidate] * work_s
+            if local_s < placed.cost_s + hand_off_s and (best is None or local_s < best[0]):
+                best = (local_s, int(candidate), work_s)
+        return (decode, None) if best is None else (best[1], best[2])
+
+
+def _plan(placed: Placement, *, prefill: int, decode: int, source: int) -> RoutePlan:
+    return RoutePlan(prefill, decode, placed.compute_s, placed.fetch_from, placed.fetch_to, source)

@@ -1,0 +1,319 @@
+"""The workers of a simulated cluster on a virtual clock: prefill queues, caches, links, hand-offs and decode batches.
+
+Owns what happens and when; where a request goes is a `RoutePolicy`'s to say, over the same fleet. One event loop of
+(time, action), no randomness: the same requests and the same policy give the same outcome.
+
+What is modelled, and how: a worker prefills one prompt at a time; a decode batch is a fluid (every sequence gets a
+token a step, and steps last what batch and KV make them last since the batch last changed); a host sends over one link,
+first come first served; KV of a prefill reaches the decode worker while it is computed, all but the last block.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+
+import numpy as np
+
+from headrace.core.eviction import DEFAULT_POLICY, PolicyName
+from headrace.core.prefix_map import PrefixMap
+from headrace.simulate.batch_fluid import DecodeBatch
+from headrace.simulate.cluster_model import ClusterModel
+from headrace.simulate.worker_memory import WorkerMemory
+
+# A chain whose leading part of this share is on a peer is continued there, where hosts keep chains together: a copy of
+# that part would cost more room than sending the rest costs time.
+KEEP_TOGETHER_SHARE = 0.25
+
+# A waiting prompt's remaining work counts less by this much for each second that it waits: no prompt waits for ever.
+AGEING_PER_S = 0.5
+
+
+class QueueOrder(StrEnum):
+    """Which waiting prompt a worker computes next."""
+
+    FIRST_COME = "first come"
+    SHORTEST_REMAINING = "shortest remaining, with ageing"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """One request of a trace. `ideal_tokens`: what a cache without bounds would have had of its prompt."""
+
+    number: int
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    chain: tuple[int, ...]
+    ideal_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """Where a request goes. Tokens [fetch_from, fetch_to) come from host `source`; equal: nothing is fetched."""
+
+    prefill: int | None  # None: the decode worker computes the prompt itself
+    decode: int
+    work_s: float  # predicted work on the worker that computes: what its queue grows by
+    fetch_from: int = 0
+    fetch_to: int = 0
+    source: int = -1
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request."""
+
+    request: SimulatedRequest
+    computed_on: int = -1
+    decoded_on: int = -1
+    device_tokens: int = 0  # found in the memory of the worker that computed
+    host_tokens: int = 0  # fetched
+    fetched_bytes: int = 0  # of those, over the network
+    ttft_s: float = 0.0
+    itl_s: float = 0.0  # mean gap between its tokens; 0 for a single token
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prompt that waits for a worker, or is computed."""
+
+    request: SimulatedRequest
+    plan: RoutePlan
+    outcome: Outcome
+    queued_s: float
+    work_s: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One worker's prefill side."""
+
+    memory: WorkerMemory
+    waiting: list[_Job] = field(default_factory=list)
+    running: _Job | None = None
+    batch: DecodeBatch | None = None
+
+
+class SimulatedFleet:
+    """All workers of one run. `queue_s()` and the arrays are what policies may look at."""
+
+    def __init__(
+        self,
+        model: ClusterModel,
+        *,
+        block_tokens: int,
+        order: QueueOrder = QueueOrder.FIRST_COME,
+        keeps_chains_together: bool = False,
+        host_eviction: PolicyName = DEFAULT_POLICY,
+    ) -> None:
+        """keeps_chains_together: what continues a chain that a peer has goes to that peer, not to a second copy.
+
+        GPUs evict the least recently used leaf, as engines do; `host_eviction` is the pool's policy.
+        """
+        self.model = model
+        self.block_tokens = block_tokens
+        self.now_s = 0.0
+        self.device = PrefixMap[int]()
+        self.host = PrefixMap[int]()
+        self.outcomes: list[Outcome] = []
+        number = model.num_workers
+        self.run_end_s = np.zeros(number)  # when the prefill that runs will end
+        self.pending_s = np.zeros(number)  # predicted work of those that wait
+        self.pending_tokens = np.zeros(number, dtype=np.int64)  # prompt tokens of those that wait or run
+        self.prefills = np.zeros(number, dtype=np.int64)  # waiting and running
+        self.decodes = np.zeros(number, dtype=np.int64)  # sequences in the batch or waiting for memory
+        self.decode_tokens = np.zeros(number, dtype=np.int64)  # KV that those have or will have
+        self.link_free_s = np.zeros(number)  # when each host's link has sent what was asked of it
+        self.busy_s = np.zeros(number)  # prefill work done, for the imbalance
+        self._order = order
+        self._keeps_chains_together = keeps_chains_together
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+        self._workers = [
+            _Worker(
+                WorkerMemory(
+                    model.device_tokens, block_tokens=block_tokens, policy=PolicyName.LRU, holder=w, held=self.device
+                )
+            )
+            for w in range(number)
+        ]
+        self.hosts = [
+            WorkerMemory(model.host_tokens, block_tokens=block_tokens, policy=host_eviction, holder=w, held=self.host)
+            for w in range(number if model.host_tokens else 0)
+        ]
+        for w in model.decoders:
+            self._workers[w].batch = DecodeBatch(self, w, model.decode, self._workers[w].memory)
+
+    # What policies look at
+
+    def queue_s(self) -> np.ndarray:
+        """Seconds until each worker could begin a prefill that came now: [num_workers]."""
+        return np.maximum(self.run_end_s - self.now_s, 0.0) + self.pending_s
+
+    def memory_use(self, worker: int) -> float:
+        """Share of a worker's memory that running sequences hold."""
+        memory = self._workers[worker].memory
+        return memory.busy_tokens / memory.capacity_tokens
+
+    def step_s(self, worker: int) -> float:
+        """How long a decode step of that worker lasts now."""
+        batch = self._workers[worker].batch
+        assert batch is not None
+        return batch.step_s
+
+    def cached_tokens(self, worker: int) -> int:
+        """Tokens that a worker's memory holds, for rules that look at the size of a tree."""
+        return self._workers[worker].memory.used_tokens
+
+    # The run
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Have something happen at a moment."""
+        heapq.heappush(self._events, (time_s, self.next_serial(), action))
+
+    def next_serial(self) -> int:
+        """A number that grows: what breaks ties of time, the same way in every run."""
+        self._serial += 1
+        return self._serial
+
+    def run(
+        self, requests: Sequence[SimulatedRequest], route: Callable[[SimulatedRequest], RoutePlan]
+    ) -> list[Outcome]:
+        """Let the requests come at their times, each routed as `route` says, until all have ended."""
+        for request in requests:
+            self.at(request.arrival_s, partial(self._arrive, request, route))
+        while self._events:
+            self.now_s, _, action = heapq.heappop(self._events)
+            action()
+        assert len(self.outcomes) == len(requests), "a request was lost"
+        return self.outcomes
+
+    def _arrive(self, request: SimulatedRequest, route: Callable[[SimulatedRequest], RoutePlan]) -> None:
+        plan = route(request)
+        where = plan.decode if plan.prefill is None else plan.prefill
+        job = _Job(request, plan, Outcome(request, where, plan.decode), self.now_s, plan.work_s)
+        self.decodes[plan.decode] += 1
+        self.decode_tokens[plan.decode] += request.input_tokens + request.output_tokens
+        self.pending_s[where] += job.work_s
+        self.pending_tokens[where] += request.input_tokens
+        self.prefills[where] += 1
+        self._workers[where].waiting.append(job)
+        self._start_next(where)
+
+    def _start_next(self, where: int) -> None:
+        worker = self._workers[where]
+        if worker.running is not None or not worker.waiting:
+            return
+        job = self._next_job(worker)
+        worker.running = job
+        self.pending_s[where] = max(0.0, self.pending_s[where] - job.work_s) if worker.waiting else 0.0
+        took_s = self._compute(where, worker, job)
+        self.run_end_s[where] = self.now_s + took_s
+        self.busy_s[where] += took_s
+        if worker.batch is not None:
+            worker.batch.prefill_runs(True)
+        self.at(self.run_end_s[where], lambda: self._computed(where, job))
+
+    def _next_job(self, worker: _Worker) -> _Job:
+        if self._order is QueueOrder.FIRST_COME:
+            return worker.waiting.pop(0)
+        now_s = self.now_s
+        best = min(worker.waiting, key=lambda job: job.work_s - AGEING_PER_S * (now_s - job.queued_s))
+        worker.waiting.remove(best)
+        return best
+
+    def _compute(self, where: int, worker: _Worker, job: _Job) -> float:
+        """How long the prompt takes here, counting what the worker has by now and what it fetches."""
+        request, plan, cost = job.request, job.plan, self.model.prefill
+        last = request.input_tokens - 1
+        own = min(worker.memory.num_leading(request.chain) * self.block_tokens, last)
+        held = request.chain[: own // self.block_tokens]
+        worker.memory.use(held)
+        worker.memory.take_private(request.input_tokens - len(held) * self.block_tokens)
+        start, end = max(plan.fetch_from, own), min(plan.fetch_to, last)
+        job.outcome.device_tokens = own
+        if end <= start:
+            return float(cost.seconds(own, request.input_tokens)) * self._slowdown(where)
+        # The pool may have lost blocks since the plan was made.
+        there = self.hosts[plan.source].num_leading(request.chain) * self.block_tokens
+        end = min(end, max(there, start))
+        fetched_s = self._fetch(where, plan, request, job.outcome, tokens=(start, end))
+        head = float(cost.seconds(own, start))
+        rest = float(cost.seconds(end, request.input_tokens))
+        return max(head * self._slowdown(where), fetched_s) + rest * self._slowdown(where)
+
+    def _fetch(
+        self, where: int, plan: RoutePlan, request: SimulatedRequest, outcome: Outcome, *, tokens: tuple[int, int]
+    ) -> float:
+        """Seconds from now until the tokens are here. Their transfer began when the request came: the link is idle or
+        not, whatever the worker does."""
+        start, end = tokens
+        moved = (end - start) * self.model.kv_token_bytes
+        outcome.host_tokens = end - start
+        self.hosts[plan.source].use(request.chain[: end // self.block_tokens])
+        self.hosts[plan.source].end_use(request.chain[: end // self.block_tokens])
+        if plan.source == where:
+            return float(moved / self.model.network.bytes_per_s)
+        outcome.fetched_bytes += moved
+        begins_s = max(request.arrival_s, self.link_free_s[plan.source])
+        ends_s = begins_s + float(self.model.network.seconds(moved))
+        self.link_free_s[plan.source] = ends_s
+        return max(0.0, float(ends_s) - self.now_s)
+
+    def _slowdown(self, where: int) -> float:
+        """A prefill beside running decodes takes longer: each takes 2 % of the worker."""
+        batch = self._workers[where].batch
+        return 1.0 if batch is None else 1.0 + 0.02 * batch.num_sequences
+
+    def _computed(self, where: int, job: _Job) -> None:
+        worker, request = self._workers[where], job.request
+        worker.running = None
+        self.prefills[where] -= 1
+        self.pending_tokens[where] -= request.input_tokens
+        held = request.chain[: min(job.outcome.device_tokens, request.input_tokens) // self.block_tokens]
+        worker.memory.end_use(held)
+        worker.memory.private_tokens -= request.input_tokens - len(held) * self.block_tokens
+        worker.memory.add(request.chain)
+        if self.hosts:
+            self._publish(where, job)
+        if worker.batch is not None:
+            worker.batch.prefill_runs(False)
+        self._hand_over(where, job)
+        self._start_next(where)
+
+    def _publish(self, where: int, job: _Job) -> None:
+        """What was computed goes to memory: the host's own, or that of a peer which has most of what it stands on."""
+        chain = job.request.chain
+        target, there = where, self.hosts[where].num_leading(chain)
+        for depth, holders in self.host.levels(chain) if self._keeps_chains_together else ():
+            if depth > max(there, KEEP_TOGETHER_SHARE * len(chain)):
+                target, there = holders.bit_length() - 1, depth
+        if target != where:
+            job.outcome.fetched_bytes += (len(chain) - there) * self.block_tokens * self.model.kv_token_bytes
+        self.hosts[target].add(chain)
+
+    def _hand_over(self, where: int, job: _Job) -> None:
+        decode = job.plan.decode
+        batch = self._workers[decode].batch
+        assert batch is not None
+        if decode == where:
+            batch.join(job.outcome)
+            return
+        present = self._workers[decode].memory.num_leading(job.request.chain) * self.block_tokens
+        moved = max(0, job.request.input_tokens - present) * self.model.kv_token_bytes
+        last = min(moved, self.block_tokens * self.model.kv_token_bytes)
+        # All but the last block went out while the prompt was computed; the link was busy with it that long.
+        free_s = max(self.link_free_s[where], self.now_s)
+        self.link_free_s[where] = free_s + last / self.model.network.bytes_per_s
+        arrives_s = free_s + float(self.model.network.seconds(last))
+        job.outcome.fetched_bytes += moved
+        self.at(arrives_s, lambda: batch.join(job.outcome))
+
+    def ended(self, outcome: Outcome) -> None:
+        """A sequence has its last token."""
+        request = outcome.request
+        self.decodes[outcome.decoded_on] -= 1
+        self.decode_tokens[outcome.decoded_on] -= request.input_tokens + request.output_tokens
+        self.outcomes.append(outcome)

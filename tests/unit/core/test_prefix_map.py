@@ -1,0 +1,73 @@
+"""The map of holders answers what a walk over every block would, as long as what holders have is closed under prefixes."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.predicted_blocks import PredictedBlocks
+from headrace.core.prefix_map import PrefixMap
+
+NUM_HOLDERS = 40  # more than the bits that a loop spreads
+
+
+@given(st.lists(st.integers(0, 25), min_size=NUM_HOLDERS, max_size=NUM_HOLDERS), st.integers(0, 25))
+def test_depths_are_those_of_a_walk(held: list[int], length: int):
+    """Fails for a bisection that misses a place where a set shrinks."""
+    blocks = PrefixMap[int]()
+    for holder, depth in enumerate(held):
+        blocks.add(holder, range(depth))
+    assert blocks.depths(range(length), NUM_HOLDERS).tolist() == [min(depth, length) for depth in held]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8), st.booleans()), max_size=60))
+def test_adding_and_removing_in_any_order_leaves_what_sets_would(steps: list[tuple[int, int, bool]]):
+    blocks, model = PrefixMap[int](), {holder: 0 for holder in range(6)}
+    for holder, depth, adds in steps:
+        if adds:
+            blocks.add(holder, range(depth))
+            model[holder] = max(model[holder], depth)
+        else:
+            blocks.remove(holder, reversed(range(depth, 9)))
+            model[holder] = min(model[holder], depth)
+        blocks.check_integrity()
+    assert blocks.depths(range(9), 6).tolist() == list(model.values())
+    assert len(blocks) == max(model.values())
+
+
+def test_a_holder_that_left_has_nothing():
+    blocks = PrefixMap[str]()
+    blocks.add(0, "abc")
+    blocks.add(1, "ab")
+    blocks.drop_holder(0)
+    assert blocks.depths("abc", 2).tolist() == [0, 2]
+    assert list(blocks.blocks_of(0)) == []
+
+
+def test_another_chain_matches_nothing():
+    blocks = PrefixMap[str]()
+    blocks.add(3, "abc")
+    assert not blocks.depths("xbc", 5).any()
+    assert blocks.depths((), 5).tolist() == [0] * 5
+
+
+def test_a_prediction_is_believed_until_its_end_and_while_another_of_the_same_blocks_lasts():
+    predicted = PredictedBlocks[str](chains_max=10)
+    predicted.add(1, "abc", until_s=5.0)
+    predicted.add(1, "ab", until_s=9.0)
+    assert predicted.depths("abcd", 3, now_s=4.0).tolist() == [0, 3, 0]
+    assert predicted.depths("abcd", 3, now_s=5.0).tolist() == [0, 2, 0]
+    assert not predicted.depths("abcd", 3, now_s=9.0).any()
+    assert len(predicted) == 0
+
+
+def test_more_predictions_than_the_bound_end_early():
+    predicted = PredictedBlocks[int](chains_max=3)
+    for number in range(10):
+        predicted.add(0, (number,), until_s=100.0 + number)
+    assert len(predicted) == 3
+    found = [bool(predicted.depths((number,), 1, now_s=0.0)[0]) for number in range(10)]
+    assert found == [False] * 7 + [True] * 3
+
+
+def test_depths_come_as_numbers_that_arithmetic_takes():
+    assert PrefixMap[int]().depths((1,), 4).dtype == np.int32

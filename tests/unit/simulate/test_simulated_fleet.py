@@ -1,0 +1,156 @@
+"""The simulated cluster keeps its books, gives every request an end, and lasts as long as arithmetic says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from headrace.core.step_costs import DecodeCost, LinkCost, PrefillCost
+from headrace.simulate.cluster_model import PROFILES, ClusterModel, read_cluster
+from headrace.simulate.headrace_policy import HeadracePolicy
+from headrace.simulate.read_trace import Trace, TracedRequest
+from headrace.simulate.replay_routing import replay_routing, scale_to_load
+from headrace.simulate.routing_policies import ROUTING_POLICIES
+from headrace.simulate.simulated_fleet import RoutePlan, SimulatedFleet, SimulatedRequest
+
+BLOCK = 100
+POLICIES = ROUTING_POLICIES
+
+ONE_EACH = ClusterModel(
+    name="one each",
+    prefill_workers=1,
+    decode_workers=1,
+    mixed_workers=0,
+    prefill=PrefillCost(base_s=0.0, tokens_per_s=1_000.0, attention_s=0.0),
+    decode=DecodeCost(base_s=0.010, sequence_s=0.0, kv_token_s=0.0),
+    network=LinkCost(bytes_per_s=1e9, round_trip_s=0.0),
+    kv_token_bytes=1_000,
+    device_tokens=10_000,
+    host_tokens=0,
+    ttft_slo_s=2.0,
+    itl_slo_s=0.05,
+)
+
+
+def make_request(number: int, arrival_s: float, blocks: tuple[int, ...], output: int = 11) -> SimulatedRequest:
+    return SimulatedRequest(number, arrival_s, len(blocks) * BLOCK + 50, output, blocks, ideal_tokens=0)
+
+
+def make_trace(count: int = 300) -> Trace:
+    """Conversations of a few turns: each prompt is the one before and two blocks more."""
+    draw = np.random.default_rng(5)
+    timed = []
+    for number in range(count):
+        talk, turn = int(draw.integers(0, count // 4)), int(draw.integers(1, 5))
+        chain = (0, *(1_000 * (talk + 1) + step for step in range(2 * turn)))
+        timed.append(TracedRequest(len(chain) * BLOCK + int(draw.integers(1, BLOCK)), chain, number * 0.3, 40))
+    return Trace(tuple(timed), BLOCK, num_blocks=1_000 * count)
+
+
+def test_one_request_takes_its_prefill_its_hand_over_and_its_steps():
+    """350 tokens at 1,000 a second, one last block over the link, then 11 steps of 10 ms."""
+    fleet = SimulatedFleet(ONE_EACH, block_tokens=BLOCK)
+    (outcome,) = fleet.run([make_request(0, 1.0, (1, 2, 3))], lambda request: RoutePlan(0, 1, 0.35))
+    hand_over_s = BLOCK * 1_000 / 1e9
+    assert outcome.ttft_s == pytest.approx(0.350 + hand_over_s + 0.010)
+    assert outcome.itl_s == pytest.approx(0.010, rel=0.01)
+
+
+def test_what_was_computed_is_found_by_the_next():
+    fleet = SimulatedFleet(ONE_EACH, block_tokens=BLOCK)
+    requests = [make_request(0, 0.0, (1, 2, 3)), make_request(1, 5.0, (1, 2, 3, 4))]
+    first, second = fleet.run(requests, lambda request: RoutePlan(0, 1, 0.35))
+    assert (first.device_tokens, second.device_tokens) == (0, 300)
+    assert second.ttft_s == pytest.approx(0.150 + 0.0001 + 0.010, rel=0.01)
+
+
+def test_a_queue_is_served_one_at_a_time():
+    fleet = SimulatedFleet(ONE_EACH, block_tokens=BLOCK)
+    requests = [make_request(number, 0.0, (10 * number + 1,)) for number in range(3)]
+    outcomes = fleet.run(requests, lambda request: RoutePlan(0, 1, 0.15))
+    assert [outcome.ttft_s for outcome in outcomes] == pytest.approx([0.16, 0.31, 0.46], rel=0.02)
+
+
+def test_a_batch_as_a_fluid_ends_as_if_it_were_stepped():
+    """Sequences of different lengths that join at different times, against a plain loop over steps."""
+    model = replace(
+        ONE_EACH,
+        prefill=PrefillCost(base_s=0.0, tokens_per_s=1e9, attention_s=0.0),
+        decode=DecodeCost(base_s=0.005, sequence_s=0.002, kv_token_s=0.0),
+    )
+    fleet = SimulatedFleet(model, block_tokens=BLOCK)
+    lengths, starts = [100, 40, 200, 10], [0.0, 0.2, 0.3, 0.9]
+    requests = [make_request(n, starts[n], (n + 1,), lengths[n]) for n in range(4)]
+    outcomes = {o.request.number: o for o in fleet.run(requests, lambda request: RoutePlan(0, 1, 0.0))}
+    left, now_s, ends = dict(enumerate(lengths)), 0.0, {}
+    while len(ends) < 4:
+        running = [n for n in left if starts[n] <= now_s and n not in ends]
+        now_s += 0.005 + 0.002 * len(running)
+        for n in running:
+            left[n] -= 1
+            if not left[n]:
+                ends[n] = now_s
+    for n, outcome in outcomes.items():
+        ended_s = starts[n] + outcome.ttft_s + outcome.itl_s * (lengths[n] - 1)
+        assert ended_s == pytest.approx(ends[n], rel=0.05)
+
+
+@pytest.mark.parametrize("profile", ["h100-8b-pd", "h100-8b-pd-pool", "h100-8b-mixed"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_ends_every_request_and_leaves_nothing_behind(profile: str, policy: str):
+    model = replace(read_cluster(profile), device_tokens=6_000, host_tokens=9_000 if "pool" in profile else 0)
+    requests = scale_to_load(make_trace(), model, load=0.8, tick_s=0.3, seed=1)
+    made = POLICIES[policy]
+    fleet = SimulatedFleet(
+        model, block_tokens=BLOCK, order=made.order, keeps_chains_together=made.keeps_chains_together
+    )
+    outcomes = fleet.run(requests, made(fleet).route)
+    assert sorted(outcome.request.number for outcome in outcomes) == list(range(len(requests)))
+    for counts in (fleet.prefills, fleet.decodes, fleet.decode_tokens, fleet.pending_tokens):
+        assert not counts.any()
+    assert not any(fleet.memory_use(worker) for worker in range(model.num_workers))
+    for outcome in outcomes:
+        assert outcome.ttft_s > 0
+        assert 0 <= outcome.device_tokens + outcome.host_tokens < outcome.request.input_tokens
+    fleet.device.check_integrity()
+    fleet.host.check_integrity()
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_seed_others():
+    model = read_cluster("h100-8b-pd")
+    runs = [
+        replay_routing(
+            scale_to_load(make_trace(), model, load=0.9, tick_s=0.3, seed=seed),
+            model,
+            HeadracePolicy,
+            block_tokens=BLOCK,
+            load=0.9,
+        )
+        for seed in (3, 3, 4)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_load_one_means_that_cold_prefills_would_just_fill_the_workers():
+    model = read_cluster("h100-8b-pd")
+    for load in (0.5, 1.0):
+        requests = scale_to_load(make_trace(), model, load=load, tick_s=0.0, seed=0)
+        work_s = sum(float(model.prefill.seconds(0, request.input_tokens)) for request in requests)
+        span_s = requests[-1].arrival_s
+        assert work_s / span_s / len(model.prefillers) == pytest.approx(load, rel=0.01)
+
+
+def test_waiting_longer_outweighs_being_short():
+    """Shortest remaining first must not starve: a long prompt's turn comes."""
+    fleet = SimulatedFleet(ONE_EACH, block_tokens=BLOCK, order=HeadracePolicy.order)
+    long = SimulatedRequest(0, 0.001, 2_000, 1, (1,), 0)
+    short = [SimulatedRequest(n, 0.0 + 0.1 * (n - 1), 100, 1, (n + 1,), 0) for n in range(1, 200)]
+    outcomes = fleet.run([long, *short], lambda request: RoutePlan(0, 1, request.input_tokens / 1_000))
+    done = {outcome.request.number: outcome.ttft_s for outcome in outcomes}
+    assert done[0] < 8.0, "the long prompt waited for nearly all of the short ones"
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_profiles_can_be_read(name: str):
+    assert read_cluster(name).name == name
