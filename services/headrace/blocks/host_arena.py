@@ -237,6 +237,12 @@ class HostArena(ArenaView):
         self._words[at + _PINNED_AT] = terms.pinned_until_unix_ms
         self._words[at] = _first_word(first & 0xFFFFFFFF, first >> 32 & 0xFFFF, terms)
 
+    def set_expiry(self, slot: int, unix_ms: int) -> None:
+        """Change one of a committed slot's terms: what each use of a block with a time to live does."""
+        at = _record_offset(slot) // _WORD_BYTES
+        assert self._words[at] >> 56 == _COMMITTED, "terms of a slot that is not committed"
+        self._words[at + _EXPIRES_AT] = unix_ms
+
     def clear_record(self, slot: int) -> None:
         """Say that nothing is committed at a slot."""
         self._words[_record_offset(slot) // _WORD_BYTES] = 0

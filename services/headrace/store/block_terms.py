@@ -60,9 +60,11 @@ class BlockTerms:
                 return
             if longer:
                 walked.expires_unix_ms = until_unix_ms
+                if walked.state is SlotState.COMMITTED:
+                    self._arena.set_expiry(walked.slot, until_unix_ms)
             if wider:
                 walked.not_on_disk = False
-            self._write(walked)
+                self._write(walked)
             walked = walked.parent
 
     def _write(self, block: HeldBlock) -> None:

@@ -70,8 +70,9 @@ class HeldBlock:
     @property
     def due_unix_ms(self) -> int:
         """When its time is over, by use or by order; 0: never."""
-        moments = [moment for moment in (self.expires_unix_ms, self.ordered_unix_ms) if moment]
-        return min(moments, default=0)
+        if self.expires_unix_ms and self.ordered_unix_ms:
+            return min(self.expires_unix_ms, self.ordered_unix_ms)
+        return self.expires_unix_ms or self.ordered_unix_ms
 
     @property
     def terms(self) -> SlotTerms:
