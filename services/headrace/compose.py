@@ -199,11 +199,13 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
     from prometheus_client import generate_latest
 
     from headrace.gateway.admin_grpc import CacheAdminRpc
+    from headrace.gateway.budget_carrier import BudgetCarrier
+    from headrace.gateway.fleet import Fleet
     from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
     from headrace.gateway.openai_http import build_http_app
-    from headrace.gateway.read_tenants import read_tenants
     from headrace.gateway.refuse_call import refuse_by_raising
     from headrace.gateway.service import GatewayService
+    from headrace.gateway.tenants_file import TenantsFile
     from headrace.index.redis_index import RedisIndex
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import RouteMetrics
@@ -223,8 +225,9 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
         settings=config.gateway,
         clock=clock,
         observer=RouteMetrics(metrics),
-        key_ring=read_tenants(config.gateway.tenants_file) if config.gateway.tenants_file else None,
+        tenants_file=TenantsFile(config.gateway.tenants_file) if config.gateway.tenants_file else None,
     )
+    service.run_beside(BudgetCarrier(Fleet(service, channel_to=channels.to)).step)
     return Gateway(
         service=service,
         http_app=build_http_app(service, metrics_text=lambda: generate_latest(metrics.registry)),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from headrace.core.block import NamespaceId
 
-
 # `set_by` of rows that come from the gateways' tenants file; no tenant's name has a space.
 TENANTS_FILE = "tenants file"
 
@@ -27,8 +26,10 @@ class Budget:
     namespaces: tuple[NamespaceId, ...] = ()  # the account's, sorted; gateways know them, operators do not
     bytes_max: int | None = None
     bytes_min: int = 0
-    set_unix_ms: int = 0  # when an operator said so; the tenants file's first row has 0, a later one just more than what
-    set_by: str = ""  # it replaces, so that it never beats an operator's word that some node has and others lack
+    # When an operator said so. The tenants file's first row has 0, and a later one just more than what it replaces: it
+    # never beats an operator's word that some node has and others lack.
+    set_unix_ms: int = 0
+    set_by: str = ""
 
     def __post_init__(self) -> None:
         assert self.bytes_min >= 0
@@ -63,6 +64,38 @@ def merge_budgets(tables: Iterable[Iterable[Budget]]) -> tuple[Budget, ...]:
             namespaces = tuple(sorted({*known.namespaces, *budget.namespaces}))
             newest[budget.account] = replace(winner, namespaces=namespaces)
     return tuple(newest[account] for account in sorted(newest))
+
+
+def settle_budgets(known: Iterable[Budget], filed: Iterable[Budget]) -> tuple[Budget, ...]:
+    """The table that every node ought to have, from what nodes have (merged) and what the tenants file says now.
+
+    An operator's row stands. A row of the file, or one that an operator gave back to the file, follows it: when bounds
+    differ, the file's go into a row that is set just after the one it replaces. An account that has left the file has
+    no bounds. Namespaces only ever become more: blocks of a model that is not served now are still somebody's.
+    """
+    now = {budget.account: budget for budget in filed}
+    settled = {}
+    for row in known:
+        meant = now.pop(row.account, Budget(row.account, set_by=TENANTS_FILE))
+        namespaces = tuple(sorted({*row.namespaces, *meant.namespaces}))
+        if row.set_by != TENANTS_FILE or (row.bytes_max, row.bytes_min) == (meant.bytes_max, meant.bytes_min):
+            settled[row.account] = replace(row, namespaces=namespaces)
+        else:
+            settled[row.account] = replace(meant, namespaces=namespaces, set_unix_ms=row.set_unix_ms + 1)
+    settled |= now
+    return tuple(settled[account] for account in sorted(settled))
+
+
+def rows_to_send(wanted: Iterable[Budget], has: Iterable[Budget]) -> list[Budget]:
+    """Rows of the wanted table that a node lacks, those that protect least first: what is lowered makes room for what
+    is raised. A node that has more namespaces of an account than are wanted lacks nothing."""
+    held = {row.account: row for row in has}
+    lacking = []
+    for row in wanted:
+        own = held.get(row.account)
+        if own is None or replace(own, namespaces=row.namespaces) != row or set(row.namespaces) - set(own.namespaces):
+            lacking.append(row)
+    return sorted(lacking, key=lambda row: (row.bytes_min, row.account))
 
 
 def _order(budget: Budget) -> tuple[int, str, int, int]:

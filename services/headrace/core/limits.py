@@ -439,6 +439,10 @@ BACKGROUND_REMOVALS_MAX = 512
 # Accounts with a budget on one node: each is an eviction order of its own. As many as API keys.
 BUDGETS_MAX = 1_024
 
+# How often a gateway looks whether all nodes have the same budgets when nothing is known to have changed: ten gateways
+# ask each node once a second, and a quota that a hung node missed is there this long after it answers again.
+CARRY_BUDGETS_MS = 10_000
+
 # Namespaces of one account, one for each model that was ever served: with BUDGETS_MAX accounts a table of 34 bytes each
 # is 4.5 MB, which still goes in one message.
 BUDGET_NAMESPACES_MAX = 128

@@ -10,10 +10,12 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.core.block import Namespace
+from headrace.core.budgets import TENANTS_FILE, Budget
 from headrace.core.limits import API_KEY_CHARS_MAX, API_KEY_CHARS_MIN
 
 KEY_PREFIX = "hr-"  # so that scanners for leaked secrets, and people, know one when they see it
@@ -30,11 +32,17 @@ class TenantRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who calls. `trust_group` "" is the deployment's own group, which only a deployment without tenants uses."""
+    """Who calls. `trust_group` "" is the deployment's own group, which only a deployment without tenants uses.
+
+    The bounds are those of the trust group on each store node (`core/budgets.py`), equal for all of its tenants.
+    """
 
     name: str
     trust_group: str
     role: TenantRole = TenantRole.USER
+    ttl_s: float | None = None  # of blocks of its requests that name no time to live themselves
+    bytes_max: int | None = None
+    bytes_min: int = 0
 
     @property
     def is_admin(self) -> bool:
@@ -107,6 +115,22 @@ def is_usable_key(key: str) -> bool:
 def trust_group_of(tenant_name: str, named_group: str | None) -> str:
     """The trust group's full name: the tenant's own, or the one the operator named; neither is spelled as the other."""
     return f"tenant:{tenant_name}" if named_group is None else f"group:{named_group}"
+
+
+def file_budgets(tenants: Sequence[Tenant], bases: Iterable[Namespace]) -> tuple[Budget, ...]:
+    """What the tenants file says of each trust group, with its namespaces for the models in `bases`; for every group,
+    also one without bounds, so that nodes tell apart what it has."""
+    models = set(bases)
+    return tuple(
+        Budget(
+            account=tenant.trust_group,
+            namespaces=tuple(sorted(base.narrowed("", trust_group=tenant.trust_group).id for base in models)),
+            bytes_max=tenant.bytes_max,
+            bytes_min=tenant.bytes_min,
+            set_by=TENANTS_FILE,
+        )
+        for tenant in {tenant.trust_group: tenant for tenant in tenants}.values()
+    )
 
 
 def groups_of(tenants: Sequence[Tenant]) -> tuple[str, ...]:

@@ -25,11 +25,13 @@ from headrace.gateway.evict_everywhere import evict_everywhere
 from headrace.gateway.examine_system import examine_system
 from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
 from headrace.gateway.list_everywhere import list_everywhere, name_blocks
+from headrace.gateway.list_tenants import list_tenants
 from headrace.gateway.move_block import move_block, read_block
 from headrace.gateway.order_prefix import order_prefix
 from headrace.gateway.price_eviction import count_hits, price_eviction
 from headrace.gateway.refuse_call import RefuseCall
 from headrace.gateway.service import GatewayService
+from headrace.gateway.set_quota import set_quota
 from headrace.wire.render import (
     render_evict_report,
     render_holder_stat,
@@ -101,11 +103,11 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def ListTenants(self, request: admin_pb2.ListTenantsRequest, grpc_context: Any) -> admin_pb2.ListTenantsReply:
         """Tenants, their budgets and what they have on each node."""
-        return await self._answer(grpc_context, lambda scope: self._not_served("list tenants", scope))
+        return await self._answer(grpc_context, lambda scope: list_tenants(self._fleet, scope))
 
     async def SetQuota(self, request: admin_pb2.SetQuotaRequest, grpc_context: Any) -> admin_pb2.SetQuotaReply:
         """A tenant's quota and protected minimum on each node."""
-        return await self._answer(grpc_context, lambda scope: self._not_served("set quotas", scope))
+        return await self._answer(grpc_context, lambda scope: set_quota(self._fleet, scope, request))
 
     async def DrainNode(
         self, request: admin_pb2.DrainNodeRequest, grpc_context: Any

@@ -3,8 +3,11 @@
 tenants:
   - name: acme
     keys: ["sha256:<salt>:<digest>"]    # made by `headrace tenants hash-key`
+    ttl: 1h                             # of blocks of its requests that name no time to live themselves
+    quota_mb: 4096                      # the most that its trust group may have on each store node, in MiB
+    protected_mb: 512                   # what others' blocks never take from it on each store node
   - name: acme-batch
-    trust_group: acme-all               # shares blocks with every tenant of the same trust_group
+    trust_group: acme-all               # shares blocks, and bounds, with every tenant of the same trust_group
     keys: [...]
   - name: operator
     role: admin
@@ -12,18 +15,21 @@ tenants:
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from headrace.core.errors import ConfigInvalid
+from headrace.core.errors import ConfigInvalid, InvalidRequest
 from headrace.core.limits import API_KEYS_MAX, TENANTS_FILE_BYTES_MAX
+from headrace.core.retention import parse_ttl
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, trust_group_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FIELDS = {"name", "keys", "role", "trust_group"}
+FIELDS = {"name", "keys", "role", "trust_group", "ttl", "quota_mb", "protected_mb"}
+_Bounds = tuple[int | None, int]  # bytes_max, bytes_min
+MIB_MAX = 1 << 40  # an exbibyte: more is a mistake, and must still fit a 64-bit number of bytes
 
 
 def read_tenants(path: str | Path) -> KeyRing:
@@ -41,7 +47,8 @@ def read_tenants(path: str | Path) -> KeyRing:
     entries = loaded.get("tenants") if isinstance(loaded, dict) and set(loaded) == {"tenants"} else None
     if not isinstance(entries, list) or not entries:
         raise _invalid(path, "must be a mapping with one key, `tenants`, a list of at least one tenant")
-    keys = [pair for entry in entries for pair in _keys_of(entry, path)]
+    bounds = _bounds_of_groups(entries, path)
+    keys = [pair for entry in entries for pair in _keys_of(entry, bounds, path)]
     names = [entry["name"] for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -53,24 +60,66 @@ def read_tenants(path: str | Path) -> KeyRing:
     return KeyRing(tuple(keys))
 
 
-def _keys_of(entry: Any, path: str | Path) -> Iterator[tuple[HashedKey, Tenant]]:
-    """One tenant's keys."""
+def _bounds_of_groups(entries: Sequence[Any], path: str | Path) -> dict[str, _Bounds]:
+    """Quota and protected minimum of each trust group, in bytes: those of any of its tenants, no two differently."""
+    found: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        name, group = _checked_name(entry, path)
+        of_group = found.setdefault(trust_group_of(name, group), {})
+        for field in ("quota_mb", "protected_mb"):
+            mib = entry.get(field)
+            if mib is None:
+                continue
+            if type(mib) is not int or not 0 <= mib <= MIB_MAX:
+                raise _invalid(path, f"tenant {name!r}: {field} must be a whole number of MiB, not {mib!r:.40}")
+            if of_group.setdefault(field, mib) != mib:
+                raise _invalid(path, f"tenant {name!r}: {field} {mib} contradicts {of_group[field]} of its trust group")
+        if of_group.get("protected_mb", 0) > of_group.get("quota_mb", MIB_MAX):
+            raise _invalid(path, f"tenant {name!r}: protected_mb is larger than quota_mb")
+    return {
+        group: (bounds["quota_mb"] << 20 if "quota_mb" in bounds else None, bounds.get("protected_mb", 0) << 20)
+        for group, bounds in found.items()
+    }
+
+
+def _checked_name(entry: Any, path: str | Path) -> tuple[str, str | None]:
+    """A tenant's name and the trust group that it names, once all of its fields are known ones."""
     name = entry.get("name") if isinstance(entry, dict) else None
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise _invalid(path, "every tenant needs a name of 1 to 64 letters, digits, dots, dashes and underscores")
     unknown = sorted(str(field) for field in set(entry) - FIELDS)
     if unknown:
         raise _invalid(path, f"tenant {name!r}: unknown field {unknown[0]!r:.60}; known: {', '.join(sorted(FIELDS))}")
-    role, group, spelled = entry.get("role", TenantRole.USER), entry.get("trust_group"), entry.get("keys")
-    if not isinstance(role, str) or role not in set(TenantRole):
-        raise _invalid(path, f"tenant {name!r}: role must be {' or '.join(TenantRole)}")
+    group = entry.get("trust_group")
     if group is not None and not (isinstance(group, str) and NAME.fullmatch(group)):
         raise _invalid(path, f"tenant {name!r}: trust_group must be a name, as a tenant's")
+    return name, group
+
+
+def _keys_of(entry: Any, bounds: dict[str, _Bounds], path: str | Path) -> Iterator[tuple[HashedKey, Tenant]]:
+    """One tenant's keys."""
+    name, group = _checked_name(entry, path)
+    role, spelled, ttl = entry.get("role", TenantRole.USER), entry.get("keys"), entry.get("ttl")
+    if not isinstance(role, str) or role not in set(TenantRole):
+        raise _invalid(path, f"tenant {name!r}: role must be {' or '.join(TenantRole)}")
+    try:
+        ttl_s = None if ttl is None else parse_ttl(str(ttl), param="ttl")
+    except InvalidRequest as refused:
+        raise _invalid(path, f"tenant {name!r}: {refused}") from None
     if not isinstance(spelled, list) or not spelled:
         raise _invalid(
             path, f"tenant {name!r}: keys must be a list of at least one line of `headrace tenants hash-key`"
         )
-    tenant = Tenant(name=name, trust_group=trust_group_of(name, group), role=TenantRole(role))
+    trust_group = trust_group_of(name, group)
+    bytes_max, bytes_min = bounds[trust_group]
+    tenant = Tenant(
+        name=name,
+        trust_group=trust_group,
+        role=TenantRole(role),
+        ttl_s=ttl_s,
+        bytes_max=bytes_max,
+        bytes_min=bytes_min,
+    )
     for line in spelled:
         hashed = HashedKey.parse(line) if isinstance(line, str) else None
         if hashed is None:

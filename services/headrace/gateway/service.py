@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from headrace.core.block import HashedPrompt, Namespace, hash_prompt
 from headrace.core.choose_workers import RoutingRule
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import ContextExceeded, IndexUnavailable, Overloaded, WorkerUnavailable
-from headrace.core.generation import GenerateRequest, RequestId, SamplingParams, WorkerId
+from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, WorkerId
 from headrace.core.limits import (
     GATEWAY_INFLIGHT_MAX,
     OUTPUT_TOKENS_DEFAULT,
@@ -31,6 +31,7 @@ from headrace.gateway.authenticate import authenticate
 from headrace.gateway.measured_rate import PrefillRate, TimedWorkerCalls
 from headrace.gateway.recent_prompts import RecentPrompt, RecentPrompts, SeenHolders
 from headrace.gateway.route_request import ChoiceEvent, ChoiceToken, RouteObserver, Router, route_request
+from headrace.gateway.tenants_file import TenantsFile
 from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
 from headrace.gateway.worker_table import ServedModel, WorkerTable
 from headrace.wire.client_request import ClientRequest, SamplingOptions
@@ -78,9 +79,12 @@ class GatewayService:
         tie_break: Callable[[WorkerId], float] = lambda worker_id: random.random(),
         inflight_max: int = GATEWAY_INFLIGHT_MAX,
         key_ring: KeyRing | None = None,
+        tenants_file: TenantsFile | None = None,
     ) -> None:
-        """key_ring: whose API keys are let in; None lets everybody in, as one tenant."""
-        self.key_ring = key_ring
+        """key_ring: whose API keys are let in; None lets everybody in, as one tenant.
+        tenants_file: where the key ring comes from, and is taken from again when the file changes."""
+        self.key_ring = key_ring if tenants_file is None else tenants_file.key_ring
+        self._tenants_file = tenants_file
         self.membership = membership
         self.calls = calls
         self.clock = clock
@@ -104,19 +108,29 @@ class GatewayService:
         self._index_available = True
         self._refresh_now = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
+        self._beside: list[Callable[[], Awaitable[None]]] = []
+        self._stepping: list[asyncio.Task[None]] = []
+
+    def run_beside(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Have `step` awaited again and again while the service runs, as often as the table is refreshed but apart from
+        it: a slow step delays itself only. Before `start`."""
+        self._beside.append(step)
 
     async def start(self) -> None:
         """Read who is alive and keep reading. A membership service that is away does not stop the start."""
         await self.refresh()
-        self._refreshing = asyncio.create_task(self._keep_refreshing())
-        self._refreshing.add_done_callback(_log_end)
+        self._refreshing = asyncio.create_task(self._keep_refreshing(), name="the worker table")
+        self._stepping = [asyncio.create_task(_keep_stepping(step), name=step.__qualname__) for step in self._beside]
+        for task in (self._refreshing, *self._stepping):
+            task.add_done_callback(_log_end)
 
     async def stop(self) -> None:
         """Stop refreshing and the tokenizer threads. Requests under way end with their callers. Idempotent."""
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
-            self._refreshing = None
+        running = [task for task in (self._refreshing, *self._stepping) if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._refreshing, self._stepping = None, []
         self.tokenizers.close()
 
     def ready(self) -> bool:
@@ -166,6 +180,8 @@ class GatewayService:
                 pass
             self._refresh_now.clear()
             await self.refresh()
+            if self._tenants_file is not None:
+                self.key_ring = await self._tenants_file.reread() or self.key_ring
 
     def authenticate(self, authorization: str | None) -> Tenant:
         """Who a call is from, by its `Authorization` header or metadata. Raises Unauthenticated."""
@@ -225,7 +241,7 @@ class GatewayService:
                 model=served.name,
                 prompt=prompt,
                 sampling=replace(sampling, seed=(sampling.seed + choice) % 2**64),
-                cache=request.cache,
+                cache=settle_retention(request.cache, tenant),
                 trust_group=tenant.trust_group,
                 cache_salt=request.cache_salt,
                 decode_worker=request.decode_worker,
@@ -235,10 +251,16 @@ class GatewayService:
         ]
 
 
+async def _keep_stepping(step: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await step()
+        await asyncio.sleep(WORKER_TABLE_REFRESH_MS / 1000)
+
+
 def _log_end(task: asyncio.Task[None]) -> None:
-    """A refresh that ends by itself is a bug: say so, and `ready` turns false."""
+    """Work that ends by itself is a bug: say so. When it is the refresh, `ready` turns false."""
     if not task.cancelled():
-        log.critical("the worker table is followed no more", exc_info=task.exception())
+        log.critical("%s is followed no more", task.get_name(), exc_info=task.exception())
 
 
 def hash_for(
@@ -251,6 +273,13 @@ def hash_for(
     )
     wider = dict.fromkeys((namespace.id, namespace.narrowed("", trust_group=trust_group).id))
     return replace(hashed, narrowed_from=tuple(each for each in wider if each != narrowed.id))
+
+
+def settle_retention(cache: CacheControl, tenant: Tenant) -> CacheControl:
+    """The tenant's time to live for the blocks of a request that names none itself."""
+    if tenant.ttl_s is None or cache.retention.ttl_s is not None:
+        return cache
+    return replace(cache, retention=replace(cache.retention, ttl_s=tenant.ttl_s))
 
 
 def settle_sampling(options: SamplingOptions, *, prompt_tokens: int, tokens_max: int) -> SamplingParams:

@@ -55,12 +55,16 @@ class RoomMaker:
         """A slot for a block that is not held, when its parent is and its chain takes no more than its share."""
         units = units_for(header.payload_bytes, len(header_bytes))
         fair = (header.position + 1) * units <= CHAIN_SHARE_MAX * self._arena.num_units
-        occupied = self._blocks.occupied(header.namespace, header.block_hash)
-        if occupied or not fair or not self._blocks.has_parent_for(header):
+        account, new_bytes = self.accounts.of(header), units * UNIT_BYTES
+        if self._blocks.occupied(header.namespace, header.block_hash) or not fair:
             return None
-        account = self.accounts.of(header)
+        if account.bytes_max is not None and (header.position + 1) * new_bytes > account.bytes_max:
+            account.refused_blocks += 1  # the chain alone is too long: that must not cost the account its other blocks
+            return None
+        if not self._blocks.has_parent_for(header):
+            return None
         parent = self._blocks.get(header.namespace, header.parent_hash) if header.position > 0 else None
-        if not self._keep_quota(account, units * UNIT_BYTES, header, parent):
+        if not self._keep_quota(account, new_bytes, parent):
             account.refused_blocks += 1
             return None
         return self._make_room(account, units, parent)
@@ -147,13 +151,8 @@ class RoomMaker:
 
     # Steps
 
-    def _keep_quota(self, account: Account, new_bytes: int, header: BlockHeader, parent: HeldBlock | None) -> bool:
-        """Have the account's own oldest leaves leave until so much more is within its quota; False when that cannot be.
-
-        A chain that is longer than the quota by itself is refused before it costs the account its other blocks.
-        """
-        if account.bytes_max is not None and (header.position + 1) * new_bytes > account.bytes_max:
-            return False
+    def _keep_quota(self, account: Account, new_bytes: int, parent: HeldBlock | None) -> bool:
+        """Have the account's own oldest leaves leave until so much more is within its quota; False when they cannot."""
         while account.lacks_room_for(new_bytes):
             victim = self._blocks.oldest_leaf_of(account, keep=parent)
             if victim is None:

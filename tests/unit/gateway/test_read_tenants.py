@@ -5,6 +5,7 @@ import pytest
 from headrace.core.errors import ConfigInvalid
 from headrace.core.tenants import HashedKey, TenantRole, new_key
 from headrace.gateway.read_tenants import read_tenants
+from headrace.gateway.tenants_file import TenantsFile
 
 LINE = HashedKey.of(new_key()).spell()
 SECRET = "hr-this-is-a-key-in-clear-text"
@@ -51,6 +52,17 @@ def test_each_tenant_is_a_group_of_its_own_unless_the_operator_names_one(tmp_pat
         (f"tenants: [{{name: a, trust_group: '', keys: ['{LINE}']}}]", "trust_group must be a name"),
         (f"tenants: [{{name: a, quota: 5, keys: ['{LINE}']}}]", "unknown field 'quota'"),
         (f"tenants: [{{name: a, keys: ['{LINE}']}}, {{name: b, keys: ['{LINE}']}}]", "same key line twice"),
+        (f"tenants: [{{name: a, ttl: 5, keys: ['{LINE}']}}]", "ttl is a number with s, m, h or d"),
+        (f"tenants: [{{name: a, ttl: 1s, keys: ['{LINE}']}}]", "ttl must lie in"),
+        (f"tenants: [{{name: a, quota_mb: '5', keys: ['{LINE}']}}]", "quota_mb must be a whole number of MiB"),
+        (f"tenants: [{{name: a, quota_mb: true, keys: ['{LINE}']}}]", "quota_mb must be a whole number of MiB"),
+        (f"tenants: [{{name: a, protected_mb: -1, keys: ['{LINE}']}}]", "protected_mb must be a whole number of MiB"),
+        (f"tenants: [{{name: a, quota_mb: 2, protected_mb: 3, keys: ['{LINE}']}}]", "larger than quota_mb"),
+        (
+            f"tenants: [{{name: a, trust_group: g, quota_mb: 2, keys: ['{LINE}']}},"
+            f" {{name: b, trust_group: g, quota_mb: 3, keys: ['{HashedKey.of(SECRET).spell()}']}}]",
+            "'b': quota_mb 3 contradicts 2 of its trust group",
+        ),
         (
             f"tenants: [{{name: a, keys: ['{LINE}']}}, {{name: a, keys: ['{HashedKey.of(SECRET).spell()}']}}]",
             "'a' stands there twice",
@@ -70,3 +82,57 @@ def test_a_missing_file_is_refused(tmp_path):
     """Fails when a wrong path means that everybody is let in."""
     with pytest.raises(ConfigInvalid, match="cannot be read"):
         read_tenants(tmp_path / "none.yaml")
+
+
+def test_bounds_are_those_of_the_whole_trust_group_and_a_time_to_live_is_each_tenants_own(tmp_path):
+    """Fails when a tenant escapes the quota of its group by leaving it out, or bounds are not MiB."""
+    keys = [new_key() for _ in range(3)]
+    lines = [HashedKey.of(key).spell() for key in keys]
+    ring = read_tenants(
+        write(
+            tmp_path,
+            f"tenants:\n- {{name: a, trust_group: g, ttl: 5m, quota_mb: 3, keys: ['{lines[0]}']}}\n"
+            f"- {{name: b, trust_group: g, protected_mb: 2, quota_mb: 3, keys: ['{lines[1]}']}}\n"
+            f"- {{name: c, keys: ['{lines[2]}']}}\n",
+        )
+    )
+    a, b, c = (ring.tenant_of(key) for key in keys)
+    assert [(t.bytes_max, t.bytes_min) for t in (a, b, c)] == [(3 << 20, 2 << 20), (3 << 20, 2 << 20), (None, 0)]
+    assert [t.ttl_s for t in (a, b, c)] == [300.0, None, None]
+
+
+def one_tenant(name, key):
+    return f"tenants: [{{name: {name}, keys: ['{HashedKey.of(key).spell()}']}}]"
+
+
+async def test_a_changed_file_counts_once_it_rests(tmp_path):
+    """Fails when a file that is just being written is read half, or a change is never seen."""
+    old, new = new_key(), new_key()
+    file = TenantsFile(write(tmp_path, one_tenant("a", old)))
+    assert await file.reread() is None
+    write(tmp_path, "tenants: [")
+    assert await file.reread() is None, "the first look may be in the midst of writing"
+    write(tmp_path, one_tenant("longer", new))
+    assert await file.reread() is None
+    ring = await file.reread()
+    assert ring is not None
+    assert (ring.tenant_of(new).name, ring.tenant_of(old)) == ("longer", None)
+    assert [await file.reread() for _ in range(3)] == [None, None, None]
+
+
+@pytest.mark.parametrize("broken", ["tenants: [", None], ids=["broken", "gone"])
+async def test_a_file_that_broke_is_logged_and_the_one_before_stays_in_force(tmp_path, caplog, broken):
+    """Fails when an operator's slip locks everybody out, or is repeated in the log every second."""
+    key = new_key()
+    path = write(tmp_path, one_tenant("a", key))
+    file = TenantsFile(path)
+    if broken is None:
+        path.unlink()
+    else:
+        write(tmp_path, broken)
+    assert [await file.reread() for _ in range(4)] == [None] * 4
+    assert file.key_ring.tenant_of(key).name == "a"
+    assert caplog.text.count("the one before stays in force") == 1
+    write(tmp_path, one_tenant("again", key))
+    found = [await file.reread() for _ in range(3)]
+    assert [ring.tenant_of(key).name for ring in found if ring] == ["again"]

@@ -7,7 +7,10 @@ import pytest
 from tiny_gateway import make_namespace, make_worker_record, tiny_gateway
 
 from headrace.core.errors import IndexUnavailable
-from headrace.gateway.service import hash_for, settle_sampling
+from headrace.core.generation import CacheControl
+from headrace.core.retention import Retention
+from headrace.core.tenants import Tenant
+from headrace.gateway.service import hash_for, settle_retention, settle_sampling
 from headrace.gateway.tokenize_prompt import PromptTokenizer, Tokenizers, load_tokenizer
 from headrace.wire.client_request import SamplingOptions
 
@@ -112,3 +115,35 @@ def test_unset_seeds_are_drawn_and_set_ones_are_kept():
     drawn = {settle_sampling(SamplingOptions(), prompt_tokens=1, tokens_max=9).seed for _ in range(3)}
     assert len(drawn) == 3
     assert settle_sampling(SamplingOptions(seed=0), prompt_tokens=1, tokens_max=9).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "of_tenant", "settled"),
+    [(None, None, None), (None, 300.0, 300.0), (60.0, 300.0, 60.0), (3_600.0, 300.0, 3_600.0), (60.0, None, 60.0)],
+)
+def test_a_tenants_time_to_live_is_that_of_requests_that_name_none(named, of_tenant, settled):
+    """Fails when a request cannot ask for another one, or loses what else it asked for."""
+    cache = CacheControl(publish=False, retention=Retention(ttl_s=named, on_disk=False))
+    found = settle_retention(cache, Tenant("a", "tenant:a", ttl_s=of_tenant))
+    assert found == CacheControl(publish=False, retention=Retention(ttl_s=settled, on_disk=False))
+
+
+async def test_work_beside_the_refresh_runs_again_and_again_until_the_stop(model_path):
+    """Fails when it runs once, keeps the table from being refreshed, or outlives the service."""
+    async with tiny_gateway(model_path=model_path) as gateway:
+        service, steps, hang = gateway.service, [], asyncio.Event()
+        await service.stop()
+
+        async def count():
+            steps.append(1)
+
+        service.run_beside(count)
+        service.run_beside(hang.wait)
+        await service.start()
+        await gateway.membership.announce(D0, ttl_ms=60_000)
+        await until(lambda: len(steps) >= 2 and service.table.live())
+        await service.stop()
+        before = len(steps)
+        await asyncio.sleep(0)
+        assert len(steps) == before
+        assert not [task for task in asyncio.all_tasks() if "count" in task.get_name()]

@@ -117,6 +117,7 @@ def test_a_prompt_longer_than_the_quota_keeps_its_head_and_takes_no_more():
     kit.node.room.set_budgets([budget_of("a", blocks_max=3)])
     assert store(kit, prompt_of("a", 1, 5)) == 3
     assert kit.held(prompt_of("a", 1, 5)) == 3
+    assert usage_of(kit, "a").refused_blocks == 2
 
 
 def test_a_quota_of_nothing_stores_nothing():
