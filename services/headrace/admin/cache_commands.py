@@ -8,7 +8,7 @@ import click
 
 from headrace.admin.connection import address_option, connect
 from headrace.admin.prefix_tree import PrefixRun, build_prefix_runs, one_line
-from headrace.admin.selection import Size, selector_options
+from headrace.admin.selection import UINT32_MAX, Size, selector_options
 from headrace.admin.terminal import (
     exit_if_incomplete,
     human_bytes,
@@ -34,7 +34,9 @@ def cache() -> None:
 @selector_options
 @click.option("--text", "with_text", is_flag=True, help="Show what the prefixes say, which is what users sent.")
 @click.option("--blocks", is_flag=True, help="One row for each block on each holder, instead of runs of blocks.")
-@click.option("--limit", type=click.IntRange(min=0), default=0, help="Blocks to read at most. 0: the server's bound.")
+@click.option(
+    "--limit", type=click.IntRange(0, UINT32_MAX), default=0, help="Blocks to read at most. 0: the server's bound."
+)
 @address_option
 @json_option
 def list_cache(*, selector: Selector, with_text: bool, blocks: bool, limit: int, address: str, as_json: bool) -> None:

@@ -8,7 +8,7 @@ import click
 
 from headrace.admin.cache_commands import describe_pin
 from headrace.admin.connection import address_option, connect
-from headrace.admin.selection import HASH_LENGTHS, TokenIds
+from headrace.admin.selection import HASH_LENGTHS, TokenIds, Words
 from headrace.admin.terminal import (
     exit_if_incomplete,
     human_bytes,
@@ -25,7 +25,7 @@ from headrace.core.errors import InvalidRequest
 
 
 @click.command("show")
-@click.argument("block", metavar="HASH|PREFIX")
+@click.argument("block", metavar="HASH|PREFIX", type=Words())
 @click.option("--text", "with_text", is_flag=True, help="Show what the block says, which is what users sent.")
 @click.option("--model", default="", help="Needed only when more than one is served.")
 @address_option

@@ -18,7 +18,13 @@ def config() -> None:
 @setting_options(*ALL_PIECES)
 @json_option
 def show_config(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
-    """Show every setting with its value, its source and what it means."""
+    """Show every setting with its value, its source and what it means.
+
+    \b
+    Examples:
+      headrace config show
+      headrace config show --config headrace.yaml --json | jq '.settings[] | select(.source != "default")'
+    """
     values = config_to_flat(load_config(flags, config_file=config_file))
     sources = setting_sources(flags, config_file=config_file)
     rows = [

@@ -47,6 +47,25 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
+def retention_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how long a request's blocks may stay; the command gets them together as `retention`."""
+
+    @wraps(command)
+    def with_retention(*args: Any, ttl_s: float | None, not_on_disk: bool, **kwargs: Any) -> Any:
+        checked_s = None if ttl_s is None else checked_ttl(ttl_s, param="--ttl")
+        return command(*args, retention=Retention(ttl_s=checked_s, on_disk=not not_on_disk), **kwargs)
+
+    decorated: Callable[..., Any] = with_retention
+    for option in (
+        click.option("--not-on-disk", is_flag=True, help="Have no copy of its blocks written to a disk tier."),
+        click.option(
+            "--ttl", "ttl_s", type=Duration(), help="Its blocks go when unused for so long: 5m, 7d. Default: no bound."
+        ),
+    ):
+        decorated = option(decorated)
+    return decorated
+
+
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say what may be reused and what is left; the command gets them together as `cache`."""
 
@@ -58,9 +77,8 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         no_publish: bool,
         decode_worker: str,
         prefill_worker: str,
-        ttl_s: float | None,
-        not_on_disk: bool,
         affinity_key: str,
+        retention: Retention,
         **kwargs: Any,
     ) -> Any:
         if bypass and source:
@@ -70,9 +88,7 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         cache = CacheOptions(
             sources=sources,
             publish=not no_publish,
-            retention=Retention(
-                ttl_s=None if ttl_s is None else checked_ttl(ttl_s, param="ttl"), on_disk=not not_on_disk
-            ),
+            retention=retention,
             affinity_key=affinity_key,
             decode_worker=decode_worker,
             prefill_worker=prefill_worker,
@@ -84,10 +100,7 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--prefill-worker", default="", help="Prefill on this worker (see `headrace status`)."),
         click.option("--decode-worker", default="", help="Decode on this worker (see `headrace status`)."),
         click.option("--affinity-key", default="", help="Requests of one key meet on one of equal workers."),
-        click.option("--not-on-disk", is_flag=True, help="Have no copy of its blocks written to a disk tier."),
-        click.option(
-            "--ttl", "ttl_s", type=Duration(), help="Its blocks go when unused for so long: 5m, 7d. Default: no bound."
-        ),
+        retention_options,
         click.option("--no-publish", is_flag=True, help="Leave nothing in the cache."),
         click.option("--bypass", is_flag=True, help="Compute the whole prompt, whatever is cached."),
         click.option(

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from headrace.admin.connection import address_option, connect
+from headrace.admin.selection import Words
 from headrace.admin.terminal import (
     EXIT_INCOMPLETE,
     exit_if_incomplete,
@@ -91,7 +92,7 @@ def _room(stat: HolderStat) -> str:
 
 
 @nodes.command("drain")
-@click.argument("node", metavar="NODE")
+@click.argument("node", metavar="NODE", type=Words())
 @click.option("--undo", is_flag=True, help="Have it take new blocks again.")
 @click.option("--without-moving", is_flag=True, help="Have it take no new blocks, and move none.")
 @address_option

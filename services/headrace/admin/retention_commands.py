@@ -42,7 +42,7 @@ def pin_prefix(*, selector: Selector, for_s: float | None, address: str, as_json
     """
     _require_prefix(selector)
     with connect(address) as client:
-        reports = client.pin(selector, for_s=None if for_s is None else checked_ttl(for_s, param="for_s"))
+        reports = client.pin(selector, for_s=None if for_s is None else checked_ttl(for_s, param="--for"))
     _print_reports(reports, done="pinned", as_json=as_json)
     _exit_by(reports)
     if not any(report.outcome is ControlOutcome.DONE for report in reports):
@@ -96,7 +96,7 @@ def set_ttl(*, selector: Selector, ttl_s: float | None, clear: bool, address: st
     if (ttl_s is None) != clear:
         raise click.UsageError("say --in (when it goes) or --clear (take an earlier order back)")
     with connect(address) as client:
-        reports = client.set_ttl(selector, ttl_s=None if ttl_s is None else checked_ttl(ttl_s, param="ttl_s"))
+        reports = client.set_ttl(selector, ttl_s=None if ttl_s is None else checked_ttl(ttl_s, param="--in"))
     _print_reports(reports, done="stays" if clear else "goes", as_json=as_json)
     _exit_by(reports)
     if not any(report.outcome is ControlOutcome.DONE for report in reports):

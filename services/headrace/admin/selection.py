@@ -49,7 +49,7 @@ class Words(click.ParamType):
         """Take it, or fail."""
         text = str(value)
         if not text.strip():
-            self.fail("it is empty; leave the option out to mean any", param, ctx)
+            self.fail("it is empty", param, ctx)
         return text
 
 

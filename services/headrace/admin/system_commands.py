@@ -57,7 +57,14 @@ def load_function(path: str, *, command: str, extra: str) -> Callable[..., Any]:
 @setting_options(*ALL_PIECES)
 @json_option
 def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
-    """Start a whole system on this machine and print where it serves. It runs on until `headrace down`."""
+    """Start a whole system on this machine and print where it serves. It runs on until `headrace down`.
+
+    \b
+    Examples:
+      headrace up
+      headrace up --decode-workers 4 --arena-mb 8192 --disk-gb 100
+      headrace up --config headrace.yaml --tenants-file tenants.yaml --hash-algorithm sha256
+    """
     launch_local = load_function("headrace_cluster.launch_local:launch_local", command="up", extra="all")
     state = launch_local(load_config(flags, config_file=config_file), report=say)
     if as_json:
@@ -83,7 +90,12 @@ def _print_next_steps(flags: dict[str, Any], grpc_target: str) -> None:
 @click.option("--state-dir", default=None, help="State directory of the system to end. Default: the setting's.")
 @json_option
 def down(*, state_dir: str | None, as_json: bool) -> None:
-    """End the local system and verify that no process, shared memory or Ray session of it is left."""
+    """End the local system and verify that no process, shared memory or Ray session of it is left.
+
+    \b
+    Example:
+      headrace down
+    """
     end = load_function("headrace_cluster.launch_local:down", command="down", extra="all")
     directory = state_directory(load_config({"state_dir": state_dir}).cluster.state_dir)
     was_up = end(directory, report=say)
@@ -97,7 +109,15 @@ def down(*, state_dir: str | None, as_json: bool) -> None:
 @address_option
 @json_option
 def status(*, address: str, as_json: bool) -> None:
-    """Show live store nodes and workers with their load, and whether the index answers."""
+    """Show live store nodes and workers with their load, and whether the index answers.
+
+    `headrace nodes ls` says more of the nodes, `headrace doctor` whether all of this agrees.
+
+    \b
+    Examples:
+      headrace status
+      headrace status --json | jq -r '.workers[] | select(.waiting > 0) | .worker_id'
+    """
     with connect(address) as client:
         found = client.status()
     if as_json:
@@ -137,6 +157,10 @@ def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_o
 
     When it is ready it prints its record as one line of JSON. Its blocks stay in the arena's file and are found again
     at the next start.
+
+    \b
+    Example:
+      headrace store-node --redis-url redis://10.0.0.5:6379/0 --node-id host-3 --arena-mb 65536
     """
     run = load_function("headrace.store.service:main", command="store-node", extra="store")
     if not load_config(flags, config_file=config_file).index.redis_url:
@@ -162,6 +186,11 @@ def verify(*, flags: dict[str, Any], config_file: str | None, generated_tokens: 
     Runs the same prompts cold, from the worker's own memory, from shared memory, over gRPC and after a store node was
     killed and started again; compares token ids and the bits of the logits; measures decoding with and without KV
     cache, and memory, as the text grows. Exit code 1 when anything differs.
+
+    \b
+    Examples:
+      headrace verify
+      headrace verify --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 100 --json
     """
     # Before torch is imported: several workers share the cores, and threads that spin while they wait take them away.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -188,6 +217,10 @@ def demo(*, flags: dict[str, Any], config_file: str | None, output: str, as_json
     """Start a system, send it prompts that share a long prefix, kill parts of it, and show that no answer changed.
 
     Leaves the system up. Exit code 1 when an answer differs from the cold one.
+
+    \b
+    Example:
+      headrace demo
     """
     run_demo = load_function("headrace_cluster.demo:run_demo", command="demo", extra="all")
     found = run_demo(load_config(flags, config_file=config_file), output=Path(output), report=say)

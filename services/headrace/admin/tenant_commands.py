@@ -1,11 +1,12 @@
 """`headrace tenants ...`: who has how much of each store node and what each may have; API keys for the tenants file."""
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import click
 
 from headrace.admin.connection import address_option, connect
-from headrace.admin.selection import Size
+from headrace.admin.selection import Size, Words
 from headrace.admin.terminal import (
     exit_if_incomplete,
     human_bytes,
@@ -50,7 +51,7 @@ def list_tenants(*, address: str, as_json: bool) -> None:
 
 
 @tenants.command("quota")
-@click.argument("name", metavar="TENANT")
+@click.argument("name", metavar="TENANT", type=Words())
 @click.option("--max", "bytes_max", type=Size(), help="Quota on each node, in the arena and on disk each: 2GB, 500MiB.")
 @click.option("--min", "bytes_min", type=Size(), help="What others cannot evict of the arena of each node: 500MB.")
 @click.option("--none", "no_quota", is_flag=True, help="No quota; without --min no protected minimum either.")
@@ -181,9 +182,10 @@ def hash_key_command(*, as_json: bool) -> None:
       headrace tenants hash-key                      asks, without showing what you type
       headrace tenants hash-key < secret-file
     """
-    stream = click.get_text_stream("stdin")
-    key = click.prompt("API key", hide_input=True, err=True) if stream.isatty() else stream.readline()
-    key = key.strip()
+    if sys.stdin.isatty():
+        key = str(click.prompt("API key", hide_input=True, err=True)).strip()
+    else:  # as bytes: what is no text is no key, and is told as such
+        key = click.get_binary_stream("stdin").readline().decode("ascii", errors="replace").strip()
     if not is_usable_key(key):
         raise InvalidRequest(
             f"an API key is at least {API_KEY_CHARS_MIN} signs of printable ASCII without spaces; `headrace tenants"

@@ -92,6 +92,12 @@ class ErrorGroup(click.Group):
                 raise
             click.echo("interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
+        except OSError as error:
+            # Of a file that the command line named; anything else without a name is click's to judge (a closed pipe).
+            if ctx.parent is not None or error.filename is None:
+                raise
+            click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            ctx.exit(EXIT_CHECK_FAILED)
         except HeadraceError as error:
             if ctx.parent is not None:
                 raise

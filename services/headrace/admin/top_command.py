@@ -15,6 +15,7 @@ from rich.text import Text
 from headrace.admin.connection import address_option, connect
 from headrace.admin.holder_rates import HolderRates, rate_holders
 from headrace.admin.prefix_tree import PrefixRun, build_prefix_runs, one_line
+from headrace.admin.selection import Duration
 from headrace.admin.terminal import (
     exit_if_incomplete,
     human_bytes,
@@ -31,6 +32,7 @@ from headrace.core.errors import DeadlineExceeded
 # Blocks read for the prefixes of one look: with their token ids about 1 MB. Where a cache holds more, the prefixes are
 # those of a part of it, and the output says so.
 BLOCKS_READ_MAX = 2_000
+EVERY_S_MIN, EVERY_S_MAX = 0.2, 3_600
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,10 @@ class Seen:
 @click.option(
     "--every",
     "every_s",
-    type=click.FloatRange(min=0.2, max=3_600),
-    default=2.0,
+    type=Duration(),
+    default="2s",
     show_default=True,
-    help="Seconds between looks.",
+    help="Time between looks: 2s, 1m.",
 )
 @click.option(
     "--prefixes",
@@ -86,9 +88,11 @@ def top_cache(*, every_s: float, prefixes_max: int, with_text: bool, once: bool,
     \b
     Examples:
       headrace cache top
-      headrace cache top --every 10 --prefixes 0 | tee top.log
+      headrace cache top --every 10s --prefixes 0 | tee top.log
       headrace cache top --once --json | jq -c '.holders[] | [.holder, .tier, .token_hit_rate]'
     """
+    if not EVERY_S_MIN <= every_s <= EVERY_S_MAX:
+        raise click.UsageError(f"--every must lie in {EVERY_S_MIN}..{EVERY_S_MAX} seconds")
     with connect(address) as client, _painter(plain=once or as_json) as paint:
         try:
             for seen in _watch(client, every_s, prefixes_max, with_text=with_text, keep_on=not once):

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from headrace.admin.connection import address_option, connect
+from headrace.admin.inference_commands import retention_options
+from headrace.admin.selection import read_text
 from headrace.admin.terminal import EXIT_INCOMPLETE, json_option, print_json, say
-from headrace.client import Message, Prompt, Sampling
+from headrace.client import CacheOptions, Message, Prompt, Retention, Sampling
 from headrace.core.errors import InvalidRequest
 
 
@@ -17,9 +19,10 @@ from headrace.core.errors import InvalidRequest
 @click.argument("file", type=click.File("r", encoding="utf-8"))
 @click.option("--model", default="", help="Needed only when more than one is served.")
 @click.option("--cache-salt", default="", help="Warm for callers who send this cache_salt.")
+@retention_options
 @address_option
 @json_option
-def warm_cache(*, file: Any, model: str, cache_salt: str, address: str, as_json: bool) -> None:
+def warm_cache(*, file: TextIO, model: str, cache_salt: str, retention: Retention, address: str, as_json: bool) -> None:
     """Put prompts into the cache: one in each line of FILE (- for standard input).
 
     A line is text, or JSON: a list of token ids, {"token_ids": [...]}, {"text": "..."} or {"messages": [...]}. Each
@@ -29,17 +32,21 @@ def warm_cache(*, file: Any, model: str, cache_salt: str, address: str, as_json:
     \b
     Examples:
       headrace cache warm prompts.txt
+      headrace cache warm documents.txt --ttl 1h --not-on-disk
       jq -c .messages chats.jsonl | headrace cache warm -
     """
-    prompts = list(read_prompts(file.read(), name=getattr(file, "name", "-")))
+    prompts = list(read_prompts(read_text(file, param="file"), name=file.name))
     if not prompts:
         raise InvalidRequest("the file has no prompts; nothing was sent", param="file")
+    cache = CacheOptions(retention=retention)
     warmed: list[dict[str, Any]] = []
     with connect(address) as client:
         for number, (line, prompt) in enumerate(prompts, start=1):
             row: dict[str, Any] = {"line": line}
             try:
-                result = client.generate(prompt, model=model, sampling=Sampling(max_tokens=1), cache_salt=cache_salt)
+                result = client.generate(
+                    prompt, model=model, sampling=Sampling(max_tokens=1), cache=cache, cache_salt=cache_salt
+                )
                 row |= {"tokens": result.usage.prompt_tokens, "cached_tokens": result.usage.cached.total}
                 row["ms"] = round(result.total_ms, 1)
                 told = f"{row['tokens']:,} tokens, {row['cached_tokens']:,} were there, {row['ms'] / 1e3:.2f} s"

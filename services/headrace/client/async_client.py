@@ -98,11 +98,12 @@ class AsyncHeadraceClient:
         tenants; goes with every call. Connects on first use. Raises InvalidRequest for what cannot be a key."""
         self.address = address
         self._metadata = call_metadata(api_key)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        )
+        with messages.refusing_unencodable():
+            self._channel = (
+                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+                if credentials is None
+                else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            )
         self._inference = InferenceStub(self._channel)
         self._admin = CacheAdminStub(self._channel)
 

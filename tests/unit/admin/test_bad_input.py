@@ -1,0 +1,108 @@
+"""Whatever is typed, an operator gets a sentence and an exit code, and never a traceback or a wider selection."""
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from headrace.admin.cli import main
+
+NOT_UNICODE = "ab\udcff"  # what a shell hands over for a byte that is no UTF-8
+
+
+@pytest.fixture
+def run(small_gateway, tmp_path, monkeypatch):
+    """Run `headrace ...` in a directory with bad files; an exception that is not told as one fails the test."""
+    monkeypatch.setenv("HEADRACE_ADDRESS", small_gateway.address)
+    monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.txt").write_bytes(b"ab\xff\xfe")
+    (tmp_path / "empty.txt").touch()
+    return lambda *args, **kwargs: CliRunner().invoke(main, list(args), catch_exceptions=False, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, ["generate", NOT_UNICODE]),
+        (3, ["generate", "x", "--model", NOT_UNICODE]),
+        (3, ["generate", "x", "--affinity-key", NOT_UNICODE]),
+        (3, ["generate", "x", "--seed", "9" * 30]),
+        (3, ["generate", "x", "--timeout", "9" * 12 + "d"]),
+        (3, ["generate", "x", "--ttl", "0s"]),
+        (3, ["status", "--address", NOT_UNICODE + ":1"]),
+        (3, ["cache", "why-miss", NOT_UNICODE]),
+        (3, ["cache", "why-miss", "--file", "bad.txt"]),
+        (3, ["cache", "warm", "bad.txt"]),
+        (3, ["cache", "warm", "empty.txt"]),
+        (2, ["cache", "warm", "none.txt"]),
+        (3, ["cache", "import", "bad.txt"]),
+        (3, ["cache", "import", "empty.txt"]),
+        (2, ["cache", "ls", "--limit", "9" * 30]),
+        (3, ["cache", "ls", "--prefix", NOT_UNICODE]),
+        (3, ["cache", "ls", "--tenant", NOT_UNICODE]),
+        (3, ["cache", "ls", "--prefix-file", "bad.txt"]),
+        (3, ["cache", "ls", "--prefix-file", "empty.txt"]),
+        (2, ["cache", "ls", "--token-ids", "4294967296"]),
+        (2, ["cache", "ls", "--token-ids", "1,,2"]),
+        (2, ["cache", "ls", "--idle", "9" * 400]),
+        (2, ["cache", "evict", "--free", "9" * 30]),
+        (2, ["cache", "evict", "--free", "9" * 400 + "GiB"]),
+        (2, ["cache", "show", ""]),
+        (3, ["cache", "show", NOT_UNICODE]),
+        (2, ["cache", "top", "--every", "nan", "--once"]),
+        (2, ["cache", "top", "--every", "0s", "--once"]),
+        (3, ["cache", "pin", "--prefix", NOT_UNICODE]),
+        (2, ["nodes", "drain", ""]),
+        (3, ["nodes", "drain", NOT_UNICODE]),
+        (2, ["tenants", "quota", "", "--none"]),
+        (3, ["tenants", "quota", NOT_UNICODE, "--none"]),
+        (8, ["config", "show", "--config", "bad.txt"]),
+        (3, ["simulate", "--eviction", "--trace", "bad.txt"]),
+        (2, ["cache", "events", "--endpoint", "garbage"]),
+    ],
+    ids=lambda value: " ".join(value)[:50].encode("ascii", "replace").decode() if isinstance(value, list) else None,
+)
+def test_bad_input_is_told_with_the_exit_code_of_its_class(run, code, words):
+    done = run(*words)
+    assert done.exit_code == code
+    assert "rror: " in done.stderr
+
+
+def test_a_key_that_is_no_text_is_no_key(run):
+    assert run("tenants", "hash-key", input=b"ab\xff\n").exit_code == 3
+
+
+def test_a_file_that_cannot_be_written_is_named(run, small_gateway):
+    """Fails when an operator gets a traceback for a mistyped path."""
+    small_gateway.holder_blocks["node:here"].clear()
+    run("generate", "aaaabbbb.")
+    done = run("cache", "export", "none/x.hrx", "--prefix", "aaaabbbb")
+    assert done.exit_code == 1
+    assert "error: none/x.hrx.partial: No such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--prefix", "--model", "--tenant", "--namespace", "--node", "--worker"])
+def test_an_empty_option_is_refused_and_never_means_any(run, small_gateway, option):
+    """Fails when `--prefix "$UNSET" --yes` evicts everything."""
+    assert run("cache", "evict", "--idle", "0s", option, "", "--yes").exit_code == 2
+    assert small_gateway.evictions == []
+
+
+def leaf_commands(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
+    if not isinstance(command, click.Group):
+        return [(path, command)]
+    return [leaf for name, below in command.commands.items() for leaf in leaf_commands(below, (*path, name))]
+
+
+@pytest.mark.parametrize(("path", "command"), leaf_commands(main), ids=lambda value: str(value)[:30])
+def test_every_command_has_an_example_that_is_a_command_and_offers_json(path, command):
+    """Fails when a command comes without an example, or an example names what does not exist. A script for a shell and
+    a node in the foreground have nothing to say as JSON."""
+    lines = [line.strip() for line in (command.help or "").splitlines()]
+    examples = [line for line in lines if f"headrace {' '.join(path)}" in line and not line.startswith(("`", "Take"))]
+    assert examples, "no example"
+    options = {spelling for option in command.params for spelling in (*option.opts, *option.secondary_opts)}
+    for example in examples:
+        words = example.partition("headrace ")[2].partition("|")[0].split()
+        assert all(word in options for word in words if word.startswith("--")), example
+    assert "--json" in options or path in (("completion",), ("store-node",))
