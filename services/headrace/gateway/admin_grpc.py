@@ -282,8 +282,8 @@ def _has(request: Any, name: str) -> bool:
 
 
 def _stat_of_report(report: EvictReport) -> HolderStat:
-    """The books of a holder that had nothing but the blocks of this dry eviction."""
-    blocks = report.blocks + report.skipped_leased_blocks
+    """The books of a holder that had nothing but the blocks of this dry eviction, pinned ones among them."""
+    blocks = report.blocks + report.skipped_leased_blocks + report.skipped_pinned_blocks
     return HolderStat(
         holder=report.holder,
         tier=(Tier.DEVICE if report.holder.startswith("worker:") else Tier.HOST).value,

@@ -303,6 +303,19 @@ async def test_pinned_blocks_are_skipped_by_an_eviction_which_says_how_many(mode
         assert (await admin.evict(model="tiny"))["node:n0"].blocks == 2
 
 
+async def test_a_tenants_own_books_count_what_is_pinned(model_path):
+    """Fails when a tenant's share of a node seems to shrink by an operator's pin."""
+    async with admin_over(model_path, "n0", key_ring=RING) as admin:
+        store_text(admin.kits["n0"], TEXT, group="tenant:one")
+        store_text(admin.kits["n0"], TEXT, group="tenant:two")
+        await order(admin, "Pin", prefix_text="sharedhead", tenant="one")
+        books = {}
+        for who in ("one", "two"):
+            reply = await admin.stub.Stat(admin_pb2.StatRequest(), metadata=as_(who))
+            books[who] = next(holder for holder in reply.holders if holder.holder == "node:n0").committed_blocks
+        assert books == {"one": 3, "two": 3}
+
+
 async def test_a_prefix_that_no_node_holds_cannot_be_pinned_and_the_reply_says_the_remedy(model_path):
     """Fails when nothing is pinned and nobody notices, or one node that has it is not enough."""
     async with admin_over(model_path, "n0", "n1") as admin:
