@@ -63,3 +63,25 @@ def test_killed_connections_are_replaced_and_do_not_add_up(system: LocalSystem, 
     assert (outcome.errors, outcome.wrong) == ([], 0)
     assert outcome.hits > 0
     assert redis.info("clients")["connected_clients"] <= before + 8
+
+
+def test_a_redis_that_evicts_by_itself_fails_no_request(system: LocalSystem, redis: Redis, prompts):
+    """Fails when an entry, a member's record or an event stream that went without a word is more than a miss."""
+    before = redis.config_get("maxmemory", "maxmemory-policy")
+
+    def squeeze() -> None:
+        redis.config_set("maxmemory-policy", "allkeys-lru")
+        redis.config_set("maxmemory", redis.info("memory")["used_memory"])
+        try:
+            for number in range(300):
+                redis.set(f"others:{number % 100}", b"x" * 1_000)
+                time.sleep(0.005)
+        finally:
+            for name, value in before.items():
+                redis.config_set(name, value)
+            redis.delete(*(f"others:{number}" for number in range(100)))
+
+    outcome = load_while(system, prompts, squeeze, after_s=1)
+    assert redis.info("stats")["evicted_keys"] > 0, "void: nothing was evicted"
+    assert (outcome.errors, outcome.wrong) == ([], 0)
+    wait_until(lambda: len(system.client.status().workers) == 3, within_s=10, what="all announced again")

@@ -78,7 +78,7 @@ async def test_what_redis_evicted_by_itself_is_registered_again_and_nothing_is_l
             await asyncio.sleep(0.02)
         keys = await send(redis, "KEYS", "*:b:*")
         assert len(keys) == len(held)
-        await send(redis, "DEL", *random.Random(1).sample(keys, len(keys) // 4))  # what eviction does, only chosen by us
+        await send(redis, "DEL", *random.Random(1).sample(keys, len(keys) // 4))  # as eviction does
         assert await known_blocks(index) < len(held)
         while await known_blocks(index) < len(held):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
