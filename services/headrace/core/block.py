@@ -18,10 +18,12 @@ The words of this field, fixed here once:
 
 import hashlib
 import struct
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, cast
 
 import xxhash
 
@@ -209,12 +211,14 @@ def hash_prompt(
     assert block_tokens > 0
     tokens = tuple(token_ids)
     num_full = len(tokens) // block_tokens
-    packed = struct.pack(f"<{num_full * block_tokens}I", *tokens[: num_full * block_tokens])
+    packed = _pack(tokens[: num_full * block_tokens])
     stride = 4 * block_tokens
-    parent, seed, chain = root_hash(namespace), _seed(namespace), []
+    parent, hash_packed = root_hash(namespace), _packed_hasher(namespace, algorithm)
+    chain: list[BlockHash] = []
+    add = chain.append  # the loop is most of a gateway's work on a long prompt: it looks nothing up
     for start in range(0, len(packed), stride):
-        parent = _hash_packed(parent, packed[start : start + stride], seed, algorithm)
-        chain.append(parent)
+        parent = hash_packed(parent, packed[start : start + stride])
+        add(parent)
     return HashedPrompt(namespace=namespace, token_ids=tokens, chain=tuple(chain), block_tokens=block_tokens)
 
 
@@ -222,17 +226,24 @@ def hash_block(
     namespace: NamespaceId, parent_hash: BlockHash, token_ids: Sequence[int], algorithm: HashAlgorithm
 ) -> BlockHash:
     """Hash one more full block of a growing sequence; extends a chain exactly as `hash_prompt` would have."""
-    return _hash_packed(parent_hash, struct.pack(f"<{len(token_ids)}I", *token_ids), _seed(namespace), algorithm)
+    return _packed_hasher(namespace, algorithm)(parent_hash, _pack(token_ids))
 
 
-def _seed(namespace: NamespaceId) -> int:
-    return int.from_bytes(root_hash(namespace)[:8], "little")
+def _pack(token_ids: Sequence[int]) -> bytes:
+    """Little-endian u32, whatever the platform's own words are."""
+    packed = array("I", token_ids)
+    if packed.itemsize != 4 or sys.byteorder != "little":
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return packed.tobytes()
 
 
-def _hash_packed(parent_hash: BlockHash, packed_tokens: bytes, seed: int, algorithm: HashAlgorithm) -> BlockHash:
+def _packed_hasher(namespace: NamespaceId, algorithm: HashAlgorithm) -> Callable[[BlockHash, bytes], BlockHash]:
+    """`H(parent || tokens)` for one namespace."""
     if algorithm is HashAlgorithm.XXH3_128:
-        return BlockHash(xxhash.xxh3_128_digest(parent_hash + packed_tokens, seed))
-    return BlockHash(hashlib.sha256(parent_hash + packed_tokens).digest())
+        digest, seed = xxhash.xxh3_128_digest, int.from_bytes(root_hash(namespace)[:8], "little")
+        return cast(Callable[[BlockHash, bytes], BlockHash], lambda parent, packed: digest(parent + packed, seed))
+    sha256 = hashlib.sha256
+    return lambda parent, packed: BlockHash(sha256(parent + packed).digest())
 
 
 def payload_digest(payload: bytes | bytearray | memoryview) -> int:
