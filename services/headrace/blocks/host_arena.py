@@ -250,13 +250,14 @@ class HostArena(ArenaView):
     def records(self) -> Iterator[ArenaRecord]:
         """Every slot that says it is committed, by slot. Lengths are checked, nothing else."""
         table = bytes(self._view[UNIT_BYTES : UNIT_BYTES + self.num_units * _RECORD.size])
-        for slot, (units, header_bytes, flags, state, *moments) in enumerate(_RECORD.iter_unpack(table)):
+        for slot, record in enumerate(_RECORD.iter_unpack(table)):
+            units, header_bytes, flags, state, expires, ordered, pinned = record
             if state == _FREE:
                 continue
             end = self._data_at + (slot + units) * UNIT_BYTES
             in_range = 0 < units <= self.num_units - slot and header_bytes <= min(HEADER_BYTES_MAX, units * UNIT_BYTES)
             header = bytes(self._view[end - header_bytes : end]) if state == _COMMITTED and in_range else b""
-            terms = SlotTerms(*moments, not_on_disk=bool(flags & _NOT_ON_DISK))
+            terms = SlotTerms(expires, ordered, pinned, bool(flags & _NOT_ON_DISK))
             yield ArenaRecord(slot=slot, units=units if in_range else 0, header=header, terms=terms)
 
     def slot_units(self) -> dict[int, int]:
