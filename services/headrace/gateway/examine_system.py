@@ -1,6 +1,6 @@
-"""Examine the whole system for an operator: is everybody there, do clocks, versions and namespaces agree, do books
-balance, is the index what the nodes hold? Looks at bounded samples; repairs only by having nodes register again and
-dead entries swept."""
+"""Examine the whole system for an operator: is everybody there, do clocks, versions, namespaces and budgets agree, do
+books balance, is the index what the nodes hold? Looks at bounded samples; repairs only by having nodes register again,
+budgets carried and dead entries swept."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -9,11 +9,13 @@ from typing import Any
 import grpc
 
 from headrace import __version__
+from headrace.core.budgets import merge_budgets, rows_to_send
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, IndexUnavailable
 from headrace.core.generation import EvictSelector
 from headrace.core.limits import CLOCK_SKEW_MS_MAX, DOCTOR_CHAINS_MAX, INDEX_SWEEP_ENTRIES, MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.gateway.carry_budgets import carry_budgets, filed_budgets, read_budgets
 from headrace.gateway.compare_with_index import IndexGaps, KnownChain, compare_with_index
 from headrace.gateway.examine_node import examine_node
 from headrace.gateway.finding import Finding
@@ -24,8 +26,8 @@ from headrace.wire.v1 import admin_pb2
 
 
 async def examine_system(fleet: Fleet, *, fix: bool) -> list[Finding]:
-    """Every finding, good ones too. fix: nodes that the index misrepresents register again, dead entries are
-    swept."""
+    """Every finding, good ones too. fix: nodes that the index misrepresents register again, budgets that differ are
+    carried, dead entries are swept."""
     service = fleet.service
     await service.refresh()
     workers = service.table.records()
@@ -52,7 +54,8 @@ async def _examine_nodes(fleet: Fleet, nodes: Sequence[StoreNodeRecord], *, fix:
     examined = await all_of([examine_node(node, fleet, taking_nodes=taking_nodes) for node in nodes])
     listings = {each.node: each.blocks for each in examined if each.blocks is not None}
     findings = [finding for each in examined for finding in each.findings]
-    return findings + await _examine_index(fleet, listings, fix=fix)
+    findings += await _examine_index(fleet, listings, fix=fix)
+    return findings + await _examine_budgets(fleet, tuple(listings), fix=fix)
 
 
 async def _examine_index(
@@ -92,6 +95,25 @@ async def _register_again(fleet: Fleet, node: StoreNodeRecord) -> str:
     except grpc.aio.AioRpcError:
         return ""
     return f"registers its {reply.blocks:,} blocks again"
+
+
+async def _examine_budgets(fleet: Fleet, nodes: Sequence[StoreNodeRecord], *, fix: bool) -> list[Finding]:
+    """Every node ought to keep the same table; one that lacks a row lets that tenant take what it will."""
+    tables = await read_budgets(fleet, nodes)
+    wanted = merge_budgets(tables.by_holder.values())
+    findings = [Finding("budgets", holder, False, error) for holder, error in tables.errors.items()]
+    apart = {holder: rows_to_send(wanted, table) for holder, table in tables.by_holder.items()}
+    complaints = await carry_budgets(fleet, nodes, filed=filed_budgets(fleet)) if fix and any(apart.values()) else {}
+    for holder, rows in apart.items():
+        if not rows:
+            findings.append(Finding("budgets", holder, True, f"{len(wanted):,}, as on every node"))
+            continue
+        named = ", ".join(repr(row.account) for row in rows[:3])
+        finding = Finding("budgets", holder, False, f"{len(rows):,} differ from other nodes': {named}")
+        if fix:
+            finding.fixed = "" if holder in complaints else f"{len(rows):,} carried from other nodes"
+        findings.append(finding)
+    return findings
 
 
 def _index_detail(available: bool) -> str:

@@ -11,6 +11,7 @@ from tiny_gateway import make_namespace
 
 from headrace.admin.cli import main
 from headrace.core.block import HolderId, Tier
+from headrace.core.budgets import Budget
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import RequestId
 from headrace.gateway.recent_prompts import RecentPrompt
@@ -147,3 +148,16 @@ async def test_a_worker_of_another_version_or_time_is_named(model_path):
             ("version", "worker:d0"),
             ("clock", "worker:d1"),
         }
+
+
+async def test_budgets_that_differ_between_nodes_are_found_and_carried(model_path):
+    """Fails when a tenant's quota holds on one node only and nobody says so."""
+    async with admin_over(model_path, "n1", "n2") as admin:
+        budget = Budget(account="acme", bytes_max=1 << 20, set_unix_ms=5, set_by="ops")
+        admin.kits["n1"].node.room.set_budgets([budget])
+        _, (found,) = await examine(admin)
+        assert (found["check"], found["holder"]) == ("budgets", "node:n2")
+        assert "'acme'" in found["detail"]
+        code, _ = await examine(admin, "--fix")
+        assert code == 0
+        assert admin.kits["n2"].node.room.budgets() == (budget,)
