@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from headrace.core.block import Namespace, Tier
-from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
+from headrace.core.errors import HeadraceError, IndexUnavailable
 from headrace.core.generation import EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
@@ -121,10 +121,6 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
                     yield progress
         except Exception as error:
             await self._refuse(grpc_context, error)
-
-    async def _not_served(self, what: str, scope: AdminScope) -> Any:
-        scope.require_all(what)
-        raise InvalidRequest("this gateway does not serve that yet")
 
     async def _order(
         self, rpc: str, request: admin_pb2.PinRequest | admin_pb2.SetTtlRequest, scope: AdminScope
