@@ -10,6 +10,7 @@ from headrace.admin.connection import address_option, connect
 from headrace.admin.prefix_tree import PrefixRun, build_prefix_runs, one_line
 from headrace.admin.selection import UINT32_MAX, Size, selector_options
 from headrace.admin.terminal import (
+    counted,
     exit_if_incomplete,
     human_bytes,
     human_left,
@@ -63,8 +64,10 @@ def list_cache(*, selector: Selector, with_text: bool, blocks: bool, limit: int,
         else:
             _print_runs(runs, with_text=with_text)
         shown = len(listing.blocks)
-        of = "" if shown == listing.total_blocks else f" of {listing.total_blocks:,}"
-        say(f"{shown:,}{of} blocks, {human_bytes(sum(block.bytes for block in listing.blocks))}")
+        of = f"{shown:,} of " if shown != listing.total_blocks else ""
+        say(
+            f"{of}{counted(listing.total_blocks, 'block')}, {human_bytes(sum(block.bytes for block in listing.blocks))}"
+        )
     exit_if_incomplete(listing.errors)
 
 
@@ -304,7 +307,7 @@ def _describe_hits(eviction: Eviction) -> str:
     """Whose prompts would be cut; only a dry run knows."""
     least = "at least " if eviction.hits_at_least else ""
     whose = [f"{hit.tenant} {hit.prefixes:,}" for hit in eviction.tenants if hit.tenant and hit.prefixes]
-    return f"cut: {least}{eviction.prefixes:,} prompts" + (f" ({', '.join(whose)})" if whose else "")
+    return f"cut: {least}{counted(eviction.prefixes, 'prompt')}" + (f" ({', '.join(whose)})" if whose else "")
 
 
 def _evict_total(reports: Sequence[EvictReport]) -> dict[str, int]:
@@ -331,5 +334,6 @@ def _print_evict_reports(reports: Sequence[EvictReport], *, done: bool) -> None:
     ]
     print_table(["holder ", "blocks", "tokens", "size", "skipped (leased)", "skipped (pinned)", "error "], rows)
     total = _evict_total(reports)
-    counts = f"{total['blocks']:,} blocks ({total['tokens']:,} tokens, {human_bytes(total['bytes'])})"
+    size = human_bytes(total["bytes"])
+    counts = f"{counted(total['blocks'], 'block')} ({counted(total['tokens'], 'token')}, {size})"
     say(f"evicted {counts}" if done else f"would evict {counts}; nothing was changed, add --yes to do it")

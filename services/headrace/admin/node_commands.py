@@ -126,7 +126,7 @@ def drain_node(*, node: str, undo: bool, without_moving: bool, address: str, as_
     else:
         click.echo(f"{holder} is {last.state}" + ("" if undo or without_moving else f": {_describe(last, stayed)}"))
     if last.error or stayed:
-        exit_if_incomplete([(holder, last.error or f"{stayed:,} blocks are on this node alone")])
+        exit_if_incomplete([(holder, last.error or f"blocks that are on this node alone: {stayed:,}")])
 
 
 def _follow(progress: Iterator[DrainProgress], holder: str) -> DrainProgress | None:

@@ -57,9 +57,9 @@ def export_blocks(*, file: Path, selector: Selector, address: str, as_json: bool
         counts = {"blocks": written.blocks, "bytes": written.bytes, "gone_blocks": written.gone_blocks}
         print_json({"file": str(file), **counts, "errors": dict(chosen.errors)})
     else:
-        click.echo(f"{file}: {written.blocks:,} blocks, {human_bytes(written.bytes)}")
+        click.echo(f"{file}: {counted(written.blocks, 'block')}, {human_bytes(written.bytes)}")
     if written.gone_blocks:
-        say(f"incomplete: {written.gone_blocks:,} blocks left the cache while it was read")
+        say(f"incomplete: {counted(written.gone_blocks, 'block')} left the cache while it was read")
     exit_if_incomplete(chosen.errors)
     if written.gone_blocks or chosen.total_blocks > len(chosen.blocks):
         raise SystemExit(EXIT_INCOMPLETE)

@@ -206,6 +206,11 @@ def human_ms(milliseconds: float) -> str:
     return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 10_000 else f"{milliseconds:.1f} ms"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 block`, `2,048 blocks`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def unix_ms_now() -> int:
     """This machine's wall clock."""
     return round(time.time() * 1e3)

@@ -10,7 +10,7 @@ import click
 from headrace.admin.connection import address_option, connect
 from headrace.admin.inference_commands import retention_options
 from headrace.admin.selection import read_text
-from headrace.admin.terminal import EXIT_INCOMPLETE, json_option, print_json, say
+from headrace.admin.terminal import EXIT_INCOMPLETE, counted, json_option, print_json, say
 from headrace.client import CacheOptions, Message, Prompt, Retention, Sampling
 from headrace.core.errors import InvalidRequest
 
@@ -60,7 +60,8 @@ def warm_cache(*, file: TextIO, model: str, cache_salt: str, retention: Retentio
     if as_json:
         print_json({"prompts": warmed, "tokens": total, "cached_tokens": cached, "failed": len(failed)})
     else:
-        click.echo(f"{len(warmed) - len(failed):,} prompts, {total:,} tokens, {cached:,} of them were there before")
+        told = counted(len(warmed) - len(failed), "prompt")
+        click.echo(f"{told}, {counted(total, 'token')}, {cached:,} of them were there before")
     if failed:
         raise SystemExit(EXIT_INCOMPLETE)
 

@@ -55,7 +55,7 @@ def test_a_drain_tells_how_far_it_is_and_at_its_end_what_moved_and_what_stayed(r
     small_gateway.drain_steps[-1] |= {"moved_blocks": 5, "refused_blocks": 2}
     done = run("nodes", "drain", "node:here", "--json")
     assert (done.exit_code, json.loads(done.stdout)["stayed_blocks"]) == (9, 2)
-    assert "2 blocks are on this node alone" in done.stderr
+    assert "blocks that are on this node alone: 2" in done.stderr
 
 
 def test_a_drain_that_fails_or_breaks_off_is_exit_code_9(run, small_gateway):
