@@ -70,9 +70,9 @@ def set_quota(
 ) -> None:
     """Set a tenant's quota and protected minimum on each store node, until it is set again. Only an admin may.
 
-    Of --max and --min the one that is left out stays as it is. What a new quota leaves no room for goes when the
-    tenant next stores blocks, its oldest first. A node that is away is told when it is seen again; until then the
-    exit code is 9.
+    Of --max and --min the one that is left out stays as it is. What a new quota leaves no room for goes from the
+    arena within about a second, its oldest first. A node that is away is told when it is seen again; until then
+    the exit code is 9.
 
     \b
     Examples:

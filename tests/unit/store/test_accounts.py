@@ -1,13 +1,14 @@
 """Quotas and protected minima of trust groups on one node, what is evicted ahead of need, and the books of accounts."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from disk_kit import make_disk_kit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_kit import BLOCK_TOKENS, HandClock, StoreKit, make_header, make_kit
+from store_kit import BLOCK_TOKENS, LAYOUT, HandClock, StoreKit, make_header, make_kit
 
 from headrace.blocks.block_codec import encode_header
 from headrace.blocks.disk_tier import record_bytes
@@ -17,7 +18,7 @@ from headrace.core.budgets import AccountUsage, Budget
 from headrace.core.errors import InvalidRequest
 from headrace.core.eviction import PolicyName
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import BACKGROUND_REMOVALS_MAX, BUDGET_NAMESPACES_MAX, BUDGETS_MAX
+from headrace.core.limits import BACKGROUND_REMOVALS_MAX, BUDGET_NAMESPACES_MAX, BUDGETS_MAX, DEMOTE_QUEUE_BYTES_MAX
 from headrace.store import budgets_file
 from headrace.store.budgets_file import BudgetsFile
 from headrace.store.removal_log import OVER_QUOTA, RemovalLog
@@ -69,6 +70,13 @@ def test_a_block_counts_for_the_account_of_the_closest_namespace():
         store(kit, prompt)
     found = {usage.account: (usage.host_blocks, usage.host_bytes) for usage in kit.node.room.usage()}
     assert found == {"a": (3, 3 * UNIT), "b": (1, UNIT), "": (1, UNIT)}
+    kit.node.room.set_budgets([Budget("whole model", (MODEL,), set_unix_ms=2)])
+    assert {group: blocks_of(kit, group) for group in ("a", "b", "whole model", "")} == {
+        "a": 3,
+        "b": 1,
+        "whole model": 1,
+        "": 0,
+    }
 
 
 def test_what_was_stored_before_a_budget_is_set_counts_and_leaves_in_the_order_of_its_use():
@@ -97,6 +105,19 @@ def test_an_account_at_its_quota_pays_with_its_own_oldest_blocks():
     assert [kit.held(prompt_of("a", token)) for token in range(1, 7)] == [0, 0, 0, 1, 1, 1]
     assert (usage_of(kit, "a").evicted_blocks, usage_of(kit, "a").refused_blocks) == (3, 0)
     assert kit.node.counters.evicted_for_room == 0
+
+
+def test_an_account_at_its_quota_keeps_what_it_uses():
+    kit = make_kit(blocks=8)
+    kit.node.room.set_budgets([budget_of("a", blocks_max=3)])
+    for token in (1, 2, 3):
+        store(kit, prompt_of("a", token))
+    for token in (1, 3):
+        used = prompt_of("a", token)
+        kit.node.release(kit.node.lease(used.namespace, used.chain, first_block=0).lease_id)
+    store(kit, prompt_of("a", 4))
+    store(kit, prompt_of("a", 5))
+    assert [kit.held(prompt_of("a", token)) for token in (1, 2, 3, 4, 5)] == [0, 0, 1, 1, 1]
 
 
 def test_a_block_is_refused_when_all_that_its_account_may_have_is_in_use():
@@ -208,23 +229,23 @@ def test_what_a_minimum_kept_can_leave_once_the_table_says_so(change):
     assert blocks_of(kit, "a") == 0
 
 
-def test_a_leaf_that_was_in_use_when_there_was_room_above_the_minimum_is_found_later():
-    """Fails when a withheld leaf is forgotten though its account has one to spare and the policy knows of no other."""
+@pytest.mark.parametrize("also_in_use", [False, True], ids=["free", "in use"])
+def test_a_withheld_leaf_is_found_when_there_is_no_other_and_its_account_can_spare_it(also_in_use):
+    """Fails when a leaf that the policy was refused is forgotten although its account has one to spare, or is taken
+    from under its reader."""
     kit = make_kit(blocks=4)
+    kit.node = StoreNode(kit.arena, node_id="n1", clock=kit.clock, eviction_policy=PolicyName.LRU)
     kit.node.room.set_budgets([budget_of("a", blocks_min=2)])
-    for token in range(2):
-        store(kit, prompt_of("a", token))
-    others = [prompt_of("b", token) for token in range(3)]
-    for prompt in others:
-        store(kit, prompt)
-    third = prompt_of("a", 2)
-    store(kit, third)
-    assert blocks_of(kit, "a") == 3
-    held = [prompt for prompt in (*others, third, prompt_of("a", 0)) if kit.held(prompt)]
-    for prompt in held:
-        kit.node.lease(prompt.namespace, prompt.chain, first_block=0)
-    assert store(kit, prompt_of("b", 9)) == 1
-    assert kit.held(prompt_of("a", 1)) == 0
+    for group, token in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+        store(kit, prompt_of(group, token))
+    store(kit, prompt_of("b", 2))  # both of a's were named and kept; b's oldest went
+    store(kit, prompt_of("a", 2))  # one more than the minimum: a's first is offered again
+    assert (blocks_of(kit, "a"), blocks_of(kit, "")) == (3, 1)
+    in_use = [prompt_of("b", 2), prompt_of("a", 0), prompt_of("a", 2)]
+    for prompt in [*in_use, *([prompt_of("a", 1)] if also_in_use else [])]:
+        assert kit.node.lease(prompt.namespace, prompt.chain, first_block=0).blocks
+    assert store(kit, prompt_of("b", 9)) == (0 if also_in_use else 1)
+    assert kit.held(prompt_of("a", 1)) == (1 if also_in_use else 0)
 
 
 def test_minima_beyond_the_share_that_may_be_protected_are_refused_with_the_arithmetic():
@@ -326,6 +347,21 @@ def test_what_the_disk_holds_is_counted_again_after_a_restart_and_a_change_of_th
     kit.node.room.set_budgets([budget_of("a")])
     assert (usage_of(kit, "").disk_blocks, usage_of(kit, "a").disk_blocks, blocks_of(kit, "a")) == (0, 3, 2)
     kit.node.check_integrity()
+
+
+def test_room_ahead_of_need_waits_for_a_disk_that_is_behind(tmp_path: Path):
+    """Fails when blocks that the disk would have taken a moment later are dropped for room that nobody needs yet."""
+    large = replace(LAYOUT, head_dim=128 * 1_024)  # 8 MiB a block: seven of them fill the queue, with their headers
+    kit = make_disk_kit(tmp_path, segments=2, segment_blocks=45_000)
+    kit.arena = HostArena.in_memory(80 << 20)
+    kit.restart()
+    for token in range(9):
+        kit.store(prompt_of("a", token), [0], large)
+    assert kit.node.room.evict_ahead(0.99) == DEMOTE_QUEUE_BYTES_MAX // large.block_bytes - 1
+    assert kit.node.room.evict_ahead(0.99) == 0
+    assert kit.work() == 7
+    assert kit.node.room.evict_ahead(0.99) == 2
+    assert kit.node.disk.counters.dropped_demotions == 0
 
 
 # Any sequence
