@@ -266,7 +266,9 @@ class BlockPublisher:
         num_stored = 0
         try:
             sink = self._nodes.sink()
-            if sink is not None and not publication.broken:
+            if sink is None:
+                self._report(StoreUnavailable("(none)", "no store node takes blocks now, so this one is not kept"))
+            elif not publication.broken:
                 # A batch has as long as its reservations last: after that the slots may be somebody else's.
                 deadline = Deadline.after(RESERVATION_TTL_MS / 1000, self._producer.clock)
                 published = await publish_blocks(

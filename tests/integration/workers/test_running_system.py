@@ -2,10 +2,15 @@
 
 import asyncio
 
+import grpc.aio
+
 from headrace.config import EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm
+from headrace.core.errors import StoreUnavailable
 from headrace.engine.load_model import LoadedModel, load_model
-from headrace.gateway.examine_system import _examine_namespaces
+from headrace.gateway.examine_system import examine_system
+from headrace.gateway.fleet import Fleet
+from headrace.index.memory_index import MemoryIndex
 
 from .gateway_kit import SmallSystem, small_system
 
@@ -35,17 +40,14 @@ async def test_workers_that_come_back_with_another_block_size_hit_again_and_neve
         new = await make_worker("new", model=with_blocks_of(2 * B, tiny_models[0]))
         system.calls.workers["new"] = new
         await listed(system, "new", "old")
-        (apart,) = _examine_namespaces(system.gateway.table.records())
-        assert not apart.ok
-        assert "block_tokens differ" in apart.detail
+        assert "block_tokens differ" in (await ills(system))["namespace"]
         await old.worker.stop()
         await listed(system, "new")
         for cached in (0, 2 * 2 * B, 2 * 2 * B):
             answered = await system.ask(head)
             assert (answered.token_ids, answered.cached.total) == (cold.token_ids, cached)
             await new.published()
-        (together,) = _examine_namespaces(system.gateway.table.records())
-        assert together.ok
+        assert "namespace" not in await ills(system)
 
 
 async def test_stopping_a_worker_again_and_again_under_tiny_calls_fails_none(
@@ -77,6 +79,28 @@ async def test_stopping_a_worker_again_and_again_under_tiny_calls_fails_none(
                 await leaving.worker.stop()
             stopped.set()
     assert sum(worker_id.startswith("leave") for worker_id in served) > 6, served
+
+
+async def test_a_worker_whose_blocks_nobody_keeps_is_reported(make_worker, membership, prompts):
+    """Fails when a worker without a store node looks like any other: it serves, and reuse across workers is silently
+    off. The doctor says so, and each batch that is not kept counts as a fault."""
+    alone = await make_worker("alone")
+    index = MemoryIndex(membership)
+    async with small_system(alone, index=index, membership=membership) as system:
+        await listed(system, "alone")
+        ill = await ills(system)
+        assert "has no store node" in ill["worker"]
+        assert "none is announced" in ill["store nodes"]
+        await system.ask(prompts(2 * B + 1, salt=40))
+        await alone.published()
+        assert [type(fault) for fault in alone.faults] == [StoreUnavailable]
+
+
+async def ills(system: SmallSystem) -> dict[str, str]:
+    """What the doctor finds wrong: check -> detail."""
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as nowhere:
+        fleet = Fleet(system.gateway, channel_to=lambda address: nowhere)
+        return {finding.check: finding.detail for finding in await examine_system(fleet, fix=False) if not finding.ok}
 
 
 def with_blocks_of(block_tokens: int, model: LoadedModel) -> LoadedModel:
