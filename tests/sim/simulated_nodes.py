@@ -217,5 +217,8 @@ class SimulatedNodes:
     def sink(self) -> BlockSink | None:
         return self._mapped.get(self._host) or next(iter(self._remote.values()), None)
 
+    def local_node_id(self) -> str:
+        return self._host if self._mapped else ""
+
     def sink_node_id(self) -> str:
         return self._host if self._mapped else next(iter(self._remote), "")

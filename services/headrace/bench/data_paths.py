@@ -229,5 +229,8 @@ class _OneNode:
     def sink(self) -> None:
         return None
 
-    def sink_node_id(self) -> str:
+    def local_node_id(self) -> str:
         return self._node_id if self._is_local else ""
+
+    def sink_node_id(self) -> str:
+        return ""

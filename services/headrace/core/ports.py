@@ -177,6 +177,10 @@ class StoreNodes(Protocol):
         """Where this worker publishes: the local node when there is one, else a remote node; none that drains."""
         ...
 
+    def local_node_id(self) -> str:
+        """Node id of what `local()` gives now; "" when there is none. Differs from the sink's while that node drains."""
+        ...
+
     def sink_node_id(self) -> str:
         """Node id of what `sink()` gives now; "" when there is none."""
         ...

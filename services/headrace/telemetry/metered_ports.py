@@ -157,10 +157,15 @@ class MeteredStoreNodes:
         return source and MeteredBlockSource(source, metrics=self._metrics, via=CacheSource.GRPC)
 
     def sink(self) -> BlockSink | None:
-        """As StoreNodes.sink. It writes to the host's own node when there is one, hence through shared memory."""
+        """As StoreNodes.sink. The host's own node is written to through shared memory, any other over gRPC."""
         sink = self._nodes.sink()
-        via = CacheSource.GRPC if self._nodes.local() is None else CacheSource.SHARED_MEMORY
+        is_local = self._nodes.sink_node_id() == self._nodes.local_node_id()
+        via = CacheSource.SHARED_MEMORY if is_local else CacheSource.GRPC
         return sink and MeteredBlockSink(sink, metrics=self._metrics, via=via)
+
+    def local_node_id(self) -> str:
+        """As StoreNodes.local_node_id."""
+        return self._nodes.local_node_id()
 
     def sink_node_id(self) -> str:
         """As StoreNodes.sink_node_id."""

@@ -117,7 +117,7 @@ def _holders(plan: LoadPlan, nodes: StoreNodes, piece_blocks: int) -> list[Holde
     holders = []
     asked = ""
     if CacheSource.SHARED_MEMORY in plan.sources and (local := nodes.local()) is not None:
-        asked = nodes.sink_node_id()  # with a local node, the sink is that node
+        asked = nodes.local_node_id()
         holders.append(Holder(CacheSource.SHARED_MEMORY, asked, local, LEASE_BLOCKS_MAX, plan.end_block))
     hints = plan.hint_nodes[:LOAD_NODES_MAX] if CacheSource.GRPC in plan.sources else ()
     remotes = {node_id: remote for node_id in hints if node_id != asked and (remote := nodes.remote(node_id))}

@@ -90,7 +90,13 @@ class StoreNodeTable:
 
     def local(self) -> BlockSource | None:
         """This host's node through shared memory; None while there is none or it has just failed."""
-        return next((node.mapped for node in self._usable() if node.mapped is not None), None)
+        node = self._local_node()
+        return None if node is None else node.mapped
+
+    def local_node_id(self) -> str:
+        """Node id of what `local()` gives now; "" when there is none."""
+        node = self._local_node()
+        return "" if node is None else node.record.node_id
 
     def remote(self, node_id: str) -> BlockSource | None:
         """Any live node over gRPC (also this host's own); None when it is not alive or has just failed."""
@@ -106,6 +112,9 @@ class StoreNodeTable:
         """Node id of what `sink()` gives now; "" when there is none."""
         node = self._sink_node()
         return "" if node is None else node.record.node_id
+
+    def _local_node(self) -> "_Node | None":
+        return next((node for node in self._usable() if node.mapped is not None), None)
 
     def _sink_node(self) -> "_Node | None":
         taking = (node for node in self._usable() if not node.record.draining)

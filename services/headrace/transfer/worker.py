@@ -44,6 +44,7 @@ class HeldPrefix:
 
     admission: Admission
     sources: tuple[CacheSource, ...]
+    sink_is_local: bool  # what is computed is published to the node that shared memory was read from
 
     @property
     def num_blocks(self) -> int:
@@ -52,8 +53,8 @@ class HeldPrefix:
 
     @property
     def is_stored_here(self) -> bool:
-        """Whether every reused block was read from this host's own node just now."""
-        return all(source is CacheSource.SHARED_MEMORY for source in self.sources)
+        """Whether every reused block was read just now from the node to which the others are published."""
+        return self.sink_is_local and all(source is CacheSource.SHARED_MEMORY for source in self.sources)
 
 
 class Worker:
@@ -250,7 +251,11 @@ class Worker:
             )
             for fault in loaded.faults:
                 self.report_fault(fault)
-            held = HeldPrefix(admission, (CacheSource.DEVICE,) * num_device + loaded.sources)
+            held = HeldPrefix(
+                admission,
+                (CacheSource.DEVICE,) * num_device + loaded.sources,
+                sink_is_local=self.nodes.sink_node_id() == self.nodes.local_node_id(),
+            )
             if request.cache.publish:
                 self.engine.mark_loaded(admission, held.num_blocks)
             yield held
@@ -258,7 +263,7 @@ class Worker:
             self.engine.release(admission)
 
     def take_reused(self, held: HeldPrefix, request: GenerateRequest) -> list[FilledBlock]:
-        """The reused blocks with a pool reference each, to be offered to this host's node before what is computed
+        """The reused blocks with a pool reference each, to be offered to the worker's sink before what is computed
         behind them: a node keeps no block without its parent. Empty when all of them came from that node just now.
 
         Taken by hash, not from the block table, which is the engine's once the run has started. May be fewer than
