@@ -11,7 +11,15 @@ import click
 from headrace.admin.connection import address_option, connect
 from headrace.admin.export_file import ExportWriter, check_export, read_export
 from headrace.admin.selection import selector_options
-from headrace.admin.terminal import EXIT_INCOMPLETE, counted, exit_if_incomplete, human_bytes, json_option, print_json, say
+from headrace.admin.terminal import (
+    EXIT_INCOMPLETE,
+    counted,
+    exit_if_incomplete,
+    human_bytes,
+    json_option,
+    print_json,
+    say,
+)
 from headrace.client import BlockEntry, HeadraceClient, Selector
 from headrace.core.errors import InvalidRequest
 
