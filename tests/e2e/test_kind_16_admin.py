@@ -128,6 +128,20 @@ def test_a_time_to_live_is_ordered_for_a_prefix_and_taken_back(system: LocalSyst
     assert on_node(system, stored) == FIVE
 
 
+def test_a_quota_is_set_seen_and_taken_back(system: LocalSystem, stored: Stored):
+    """Fails when ListTenants or SetQuota do not pass the proxies, or a node is not told."""
+    (tenant,) = system.client.list_tenants().tenants
+    assert sum(used.host_blocks for used in tenant.nodes) >= FIVE
+    changed = system.client.set_quota(tenant.name, bytes_max=8 << 20)
+    try:
+        assert not changed.errors
+        (limited,) = system.client.list_tenants().tenants
+        assert (limited.bytes_max, limited.budget_from) == (8 << 20, "operator")
+    finally:
+        assert not system.client.set_quota(tenant.name, bytes_max=None).errors
+    assert system.client.list_tenants().tenants[0].bytes_max is None
+
+
 def test_the_only_node_cannot_be_drained(system: LocalSystem, stored: Stored):
     """Fails when blocks that nobody can take are given up, or the refusal does not reach the caller."""
     (node,) = system.client.status().store_nodes
