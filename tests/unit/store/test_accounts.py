@@ -130,6 +130,20 @@ def test_a_block_is_refused_when_all_that_its_account_may_have_is_in_use():
     assert store(kit, prompt_of("a", 2)) == 1
 
 
+def test_what_is_pinned_counts_for_the_quota_and_does_not_go_for_it():
+    kit = make_kit(blocks=8)
+    kit.node.room.set_budgets([budget_of("a", blocks_max=2)])
+    pinned = prompt_of("a", 1, 2)
+    store(kit, pinned)
+    kit.node.pin(EvictSelector(block_hashes=(pinned.chain[1],)), until_unix_ms=None)
+    assert usage_of(kit, "a").pinned_bytes == 2 * UNIT
+    assert store(kit, prompt_of("a", 2)) == 0
+    assert kit.held(pinned) == 2
+    kit.node.unpin(EvictSelector(block_hashes=(pinned.chain[1],)))
+    assert usage_of(kit, "a").pinned_bytes == 0
+    assert store(kit, prompt_of("a", 2)) == 1
+
+
 def test_a_prompt_longer_than_the_quota_keeps_its_head_and_takes_no_more():
     """Fails when the blocks behind the quota push out their own prefix."""
     kit = make_kit(blocks=8)
