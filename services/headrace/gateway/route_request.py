@@ -7,12 +7,12 @@ stream, at any moment, closes the worker's. Knows ports only: not HTTP, not gRPC
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from headrace.core.choose_workers import Plan, RoutingRule, Snapshot, choose_workers
+from headrace.core.choose_workers import Plan
 from headrace.core.clock import Deadline
 from headrace.core.errors import (
     DeadlineExceeded,
@@ -37,6 +37,7 @@ from headrace.core.limits import ATTEMPTS_MAX, CHAIN_BLOCKS_MAX, INDEX_TIMEOUT_M
 from headrace.core.members import NO_MATCH, PrefixMatch
 from headrace.core.ports import BlockIndex, WorkerCalls
 from headrace.gateway.merge_streams import merge_streams
+from headrace.gateway.planner import RoutePlanner
 from headrace.gateway.worker_table import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,8 @@ class Router:
     index: BlockIndex
     calls: WorkerCalls
     table: WorkerTable
-    rule: RoutingRule
+    planner: RoutePlanner
     observer: RouteObserver
-    tie_break: Callable[[WorkerId], float]
 
 
 async def route_request(
@@ -99,7 +99,7 @@ async def route_request(
     DeadlineExceeded; the first failed choice ends all.
     """
     match = await _find_match(requests[0], router, deadline)
-    plan = _choose(requests[0], match, router, failed=frozenset())
+    plan = router.planner.plan(requests[0], match, failed=frozenset())
     prefill = await _run_prefill(requests[0], plan, router, deadline)
     prompt = requests[0].prompt
     known_blocks = (len(prompt.token_ids) - plan.missing_tokens) // prompt.block_tokens
@@ -129,21 +129,6 @@ async def _find_match(request: GenerateRequest, router: Router, deadline: Deadli
         log.warning("request %s goes on without reuse: %s", request.request_id, error)
         router.observer.recovered("index_unavailable")
         return NO_MATCH
-
-
-def _choose(request: GenerateRequest, match: PrefixMatch, router: Router, failed: frozenset[WorkerId]) -> Plan:
-    """A plan without suspects if there is one, else one with them: a suspect costs a quick failure at worst."""
-    served = router.table.served(request.model, request.decode_worker)
-    why = ""
-    for excluded in (failed | served.suspects, failed):
-        snapshot = Snapshot(
-            workers=served.workers, match=match, in_flight=router.table.in_flight_counts(), failed=excluded
-        )
-        plan = choose_workers(request, snapshot, router.rule, tie_break=router.tie_break)
-        if isinstance(plan, Plan):
-            return plan
-        why = plan.why
-    raise WorkerUnavailable("", why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +205,7 @@ async def _decode_choice(
     last_error: HeadraceError | None = None
     for attempt in range(1 + ATTEMPTS_MAX):
         try:
-            plan = first_plan or _choose(choice.request, choice.match, router, failed)
+            plan = first_plan or router.planner.plan(choice.request, choice.match, failed=failed)
         except (WorkerUnavailable, InvalidRequest) as none_left:
             # After a failed attempt the caller hears of that; a worker it named may meanwhile have left the table.
             raise last_error or none_left from None

@@ -29,6 +29,7 @@ from headrace.core.ports import BlockIndex, Membership, WorkerCalls
 from headrace.core.tenants import KeyRing, Tenant
 from headrace.gateway.authenticate import authenticate
 from headrace.gateway.measured_rate import PrefillRate, TimedWorkerCalls
+from headrace.gateway.planner import RoutePlanner
 from headrace.gateway.recent_prompts import RecentPrompt, RecentPrompts, SeenHolders
 from headrace.gateway.route_request import ChoiceEvent, ChoiceToken, RouteObserver, Router, route_request
 from headrace.gateway.tenants_file import TenantsFile
@@ -99,9 +100,12 @@ class GatewayService:
             index=index,
             calls=TimedWorkerCalls(calls, rate=self.prefill_rate, clock=clock),
             table=self.table,
-            rule=RoutingRule(local_prefill_tokens=settings.local_prefill_tokens, load_cap=settings.load_cap),
+            planner=RoutePlanner(
+                self.table,
+                RoutingRule(local_prefill_tokens=settings.local_prefill_tokens, load_cap=settings.load_cap),
+                tie_break=tie_break,
+            ),
             observer=self._observer,
-            tie_break=tie_break,
         )
         self._inflight_max = inflight_max
         self._inflight = 0
