@@ -167,7 +167,8 @@ def _affinity(trust_group: str, key: str, worker_id: WorkerId) -> float:
 
 def local_blocks(worker: WorkerRecord, request: GenerateRequest, match: PrefixMatch) -> int:
     """Leading blocks that a worker can use without a network: in its own pool or in its host's arena."""
-    shared = match.of(_node_holder(worker)) if CacheSource.SHARED_MEMORY in request.cache.sources else 0
+    maps_node = worker.store_node_near and CacheSource.SHARED_MEMORY in request.cache.sources
+    shared = match.of(_node_holder(worker)) if maps_node else 0
     return max(_device_blocks(worker, request, match), shared)
 
 
@@ -187,7 +188,7 @@ def _can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, request: Generat
     """Whether blocks that `prefill` publishes can reach `decode` under the request's own rules."""
     if not request.cache.publish or not _fits_prefill(prefill, request):
         return False
-    same_node = bool(decode.store_node) and prefill.store_node == decode.store_node
+    same_node = decode.store_node_near and bool(decode.store_node) and prefill.store_node == decode.store_node
     sources = request.cache.sources
     return CacheSource.GRPC in sources or (same_node and CacheSource.SHARED_MEMORY in sources)
 

@@ -71,6 +71,7 @@ class WorkerRecord:
     kept_blocks: int = 0  # of the free ones, those that hold a block for reuse until they are taken
     version: str = __version__  # as of a store node
     unix_ms: int = 0  # its clock when it said this; 0: it did not say
+    store_node_near: bool = True  # `store_node` is on its host: what is held there is read from shared memory
 
     @property
     def holder_id(self) -> HolderId:

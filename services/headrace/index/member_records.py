@@ -14,7 +14,7 @@ import msgpack
 from headrace.core.limits import MEMBER_RECORD_BYTES_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 
 _KIND_TO_TYPE: dict[str, type[StoreNodeRecord] | type[WorkerRecord]] = {
     "store_node": StoreNodeRecord,

@@ -153,6 +153,7 @@ class Worker:
         return replace(
             self._identity,
             store_node=self.nodes.sink_node_id(),
+            store_node_near=self.nodes.sink_node_id() == self.nodes.local_node_id(),
             running=load.running,
             waiting=load.waiting,
             free_blocks=load.free_blocks,

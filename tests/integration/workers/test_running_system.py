@@ -5,12 +5,14 @@ import asyncio
 import grpc.aio
 
 from headrace.config import EngineSettings, ModelSettings
-from headrace.core.block import HashAlgorithm
+from headrace.core.block import HashAlgorithm, HashedPrompt
 from headrace.core.errors import StoreUnavailable
+from headrace.core.generation import CacheControl
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.gateway.examine_system import examine_system
 from headrace.gateway.fleet import Fleet
 from headrace.index.memory_index import MemoryIndex
+from headrace.store.service import StoreNodeService
 
 from .gateway_kit import SmallSystem, small_system
 
@@ -81,6 +83,22 @@ async def test_stopping_a_worker_again_and_again_under_tiny_calls_fails_none(
     assert sum(worker_id.startswith("leave") for worker_id in served) > 6, served
 
 
+async def test_a_warm_prompt_goes_to_the_worker_beside_its_blocks(store_node, make_worker, membership, prompts):
+    """Fails when matches do not decide the routing, so that it is as good as chance: both workers are idle, and one is
+    on the host of the node that holds the prompt."""
+    near, far = await make_worker("near"), await make_worker("far", near=False)
+    async with small_system(near, far, index=store_node._index, membership=membership) as system:
+        await listed(system, "near", "far")
+        for number in range(3):
+            token_ids = prompts(6 * B, salt=30 + number)
+            await near.decode(token_ids)
+            await near.published()
+            await indexed(store_node, near.request(token_ids, CacheControl()).prompt)
+            asked = [await system.ask(token_ids) for _ in range(10)]
+            assert [answered.worker_id for answered in asked].count("near") >= 9
+            assert min(answered.cached.total for answered in asked) == 5 * B
+
+
 async def test_a_worker_whose_blocks_nobody_keeps_is_reported(make_worker, membership, prompts):
     """Fails when a worker without a store node looks like any other: it serves, and reuse across workers is silently
     off. The doctor says so, and each batch that is not kept counts as a fault."""
@@ -101,6 +119,16 @@ async def ills(system: SmallSystem) -> dict[str, str]:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as nowhere:
         fleet = Fleet(system.gateway, channel_to=lambda address: nowhere)
         return {finding.check: finding.detail for finding in await examine_system(fleet, fix=False) if not finding.ok}
+
+
+async def indexed(store_node: StoreNodeService, prompt: HashedPrompt) -> None:
+    """Wait until the index names all full blocks of a prompt."""
+    async with asyncio.timeout(10):
+        while True:
+            match = await store_node._index.longest_prefix(prompt.namespace, prompt.chain)
+            if match.num_blocks == len(prompt.chain):
+                return
+            await asyncio.sleep(0.01)
 
 
 def with_blocks_of(block_tokens: int, model: LoadedModel) -> LoadedModel:

@@ -147,6 +147,19 @@ def test_the_longest_match_wins_over_less_load():
     assert (plan.decode.worker_id, plan.reason) == ("a", PlanReason.MATCH)
 
 
+def test_a_node_on_another_host_counts_as_none_of_the_workers_own():
+    """Fails when a worker that publishes to a distant node is taken to read that node's blocks from shared memory."""
+    far = decoder("d0", store_node_near=False)
+    near = decoder("d1")
+    match = make_match(node_n0=5)
+    assert (local_blocks(far, make_request(), match), local_blocks(near, make_request(), match)) == (0, 5)
+    plan = choose(make_request(), Snapshot((far, near), match, in_flight={near.worker_id: 2}))
+    assert plan.decode == near
+    memory_only = CacheControl(sources=frozenset({CacheSource.SHARED_MEMORY}))
+    plan = choose(make_request(cache=memory_only), Snapshot((far, prefiller("p0")), NO_MATCH))
+    assert plan.prefill is None
+
+
 def test_a_match_does_not_outrank_the_load_cap():
     """Fails when a hot prefix piles all requests on one worker."""
     snapshot = Snapshot([decoder("a", "n0", running=5), decoder("b", "n1")], make_match(node_n0=5))

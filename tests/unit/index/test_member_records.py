@@ -9,7 +9,7 @@ from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.generation import WorkerId
 from headrace.core.limits import MEMBER_RECORD_BYTES_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord, WorkerRole
-from headrace.index.member_records import JunkRecord, decode_record, encode_record
+from headrace.index.member_records import RECORD_VERSION, JunkRecord, decode_record, encode_record
 
 NODE = StoreNodeRecord(
     node_id="a", incarnation=1, host="h", address="127.0.0.1:1", arena_path="/dev/shm/a", pid=1, metrics_port=2
@@ -70,12 +70,12 @@ def test_anything_that_is_not_exactly_this_versions_record_is_junk():
     good = msgpack.unpackb(encode_record(NODE))
     fields = good["record"]
     wrong = [
-        {**good, "version": 3},
+        {**good, "version": RECORD_VERSION + 1},
         {**good, "version": "1"},
         {**good, "kind": "router"},
         {**good, "kind": ["store_node"]},
         {**good, "extra": 1},
-        {"version": 2, "kind": "store_node"},
+        {"version": RECORD_VERSION, "kind": "store_node"},
         {**good, "record": None},
         {**good, "record": {**fields, "extra": 1}},
         {**good, "record": {name: fields[name] for name in fields if name != "host"}},
@@ -102,6 +102,6 @@ def test_an_unknown_role_or_a_wrong_layout_is_junk():
 
 
 def test_a_huge_record_is_junk_without_being_parsed():
-    huge = msgpack.packb({"version": 2, "kind": "store_node", "record": "x" * MEMBER_RECORD_BYTES_MAX})
+    huge = msgpack.packb({"version": RECORD_VERSION, "kind": "store_node", "record": "x" * MEMBER_RECORD_BYTES_MAX})
     with pytest.raises(JunkRecord):
         decode_record(huge)
