@@ -1,4 +1,4 @@
-"""Rules of one store node, each on its own; `test_store_node_machine.py` mixes them."""
+"""Rules of one store node, each on its own; `test_store_machine.py` mixes them."""
 
 from dataclasses import replace
 
