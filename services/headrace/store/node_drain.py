@@ -7,6 +7,7 @@ is given back, and the node goes on refusing new blocks until it is told to serv
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from enum import StrEnum
 from typing import Any
 
@@ -59,7 +60,7 @@ class NodeDrain:
         Raises InvalidRequest while another drain runs. Close it to stop the moving.
         """
         if order.undo:
-            await self._serve(order.who)
+            await self._set(DrainState.SERVING, order.who)
             yield pb.DrainNodeProgress(done=True, state=self._state)
             return
         if self._running:
@@ -74,8 +75,9 @@ class NodeDrain:
                 return
             channels = Channels()
             try:
-                async for progress in self._move(self._peers(order, channels)):
-                    yield progress
+                async with aclosing(self._move(self._peers(order, channels))) as steps:
+                    async for progress in steps:
+                        yield progress
             finally:
                 await channels.close()
         finally:
@@ -126,9 +128,6 @@ class NodeDrain:
             clock=self._clock,
             carry=lambda block: carry_orders(block, peer=admin, unix_ms=self._clock.unix_ms(), who=who),
         )
-
-    async def _serve(self, who: str) -> None:
-        await self._set(DrainState.SERVING, who)
 
     async def _set(self, state: DrainState, who: str) -> None:
         """Take the state and have everybody know it at once, or within MEMBER_REFRESH_MS while the index is away."""

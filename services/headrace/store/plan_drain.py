@@ -41,19 +41,20 @@ def plan_drain(residents: Sequence[HeldBlock | DiskBlock]) -> list[MovingBlock]:
 
     residents: every readable block of both tiers, parents before children, as `StoreNode.residents` gives them.
     """
+    blocks = [_moving(block) for block in residents]
     used_s: dict[BlockKey, float] = {}
-    for block in reversed(residents):
-        used_s[block.key] = max(block.used_s, used_s.get(block.key, block.used_s))
-        parent_key = _parent_key(block)
-        if parent_key is not None:
-            used_s[parent_key] = max(used_s[block.key], used_s.get(parent_key, used_s[block.key]))
+    for moving, block in zip(reversed(blocks), reversed(residents), strict=True):
+        latest = used_s[moving.key] = max(block.used_s, used_s.get(moving.key, block.used_s))
+        if moving.parent_key is not None:
+            used_s[moving.parent_key] = max(latest, used_s.get(moving.parent_key, latest))
     # A use of a block is one of all before it, so that a parent is never colder than its child and `position` settles
     # the rest: parents first, and a chain of one request stays together.
-    hottest = sorted(
-        residents,
-        key=lambda block: (not _is_kept(block), -used_s[block.key], block.header.position, -block.hits),
-    )
-    return [_moving(block) for block in hottest]
+    ranks = [
+        (not _is_kept(block), -used_s[moving.key], moving.position, -block.hits, index)
+        for index, (moving, block) in enumerate(zip(blocks, residents, strict=True))
+    ]
+    ranks.sort()
+    return [blocks[rank[-1]] for rank in ranks]
 
 
 def _parent_key(block: HeldBlock | DiskBlock) -> BlockKey | None:
