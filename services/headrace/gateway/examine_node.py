@@ -8,7 +8,7 @@ import grpc
 
 from headrace import __version__
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import CLOCK_SKEW_MS_MAX, LIST_BLOCKS_MAX
+from headrace.core.limits import CLOCK_SKEW_MS_MAX
 from headrace.core.members import StoreNodeRecord
 from headrace.gateway.finding import Finding
 from headrace.gateway.fleet import TIMEOUT_S, Fleet
@@ -26,14 +26,14 @@ class ExaminedNode:
     blocks: tuple[Any, ...] | None
 
 
-async def examine_node(node: StoreNodeRecord, fleet: Fleet, *, taking_nodes: int) -> ExaminedNode:
+async def examine_node(node: StoreNodeRecord, fleet: Fleet, *, taking_nodes: int, list_blocks_max: int) -> ExaminedNode:
     """Ask a node about itself. taking_nodes: how many live nodes take new blocks, this one included if it does."""
     clock, holder = fleet.service.clock, node.holder_id
     try:
         asked_ms = clock.unix_ms()
         status = await fleet.cache_stub(node).Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S)
         answered_ms = clock.unix_ms()
-        asked = admin_pb2.ListBlocksRequest(selector=render_selector(EvictSelector()), limit=LIST_BLOCKS_MAX)
+        asked = admin_pb2.ListBlocksRequest(selector=render_selector(EvictSelector()), limit=list_blocks_max)
         listing = await fleet.cache_stub(node).ListBlocks(asked, timeout=TIMEOUT_S)
         integrity = await fleet.node_stub(node).CheckIntegrity(admin_pb2.CheckIntegrityRequest(), timeout=TIMEOUT_S)
     except grpc.aio.AioRpcError as failed:

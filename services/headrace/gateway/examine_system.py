@@ -13,7 +13,13 @@ from headrace.core.budgets import merge_budgets, rows_to_send
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, IndexUnavailable
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import CLOCK_SKEW_MS_MAX, DOCTOR_CHAINS_MAX, INDEX_SWEEP_ENTRIES, MEMBER_TTL_MS
+from headrace.core.limits import (
+    CLOCK_SKEW_MS_MAX,
+    DOCTOR_CHAINS_MAX,
+    INDEX_SWEEP_ENTRIES,
+    LIST_BLOCKS_MAX,
+    MEMBER_TTL_MS,
+)
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.carry_budgets import carry_budgets, filed_budgets, read_budgets
 from headrace.gateway.compare_with_index import IndexGaps, KnownChain, compare_with_index
@@ -51,7 +57,11 @@ async def examine_system(fleet: Fleet, *, fix: bool) -> list[Finding]:
 
 async def _examine_nodes(fleet: Fleet, nodes: Sequence[StoreNodeRecord], *, fix: bool) -> list[Finding]:
     taking_nodes = sum(not node.draining for node in nodes)
-    examined = await all_of([examine_node(node, fleet, taking_nodes=taking_nodes) for node in nodes])
+    # One listing's worth of blocks over all nodes, so that a large fleet does not fill the gateway's memory.
+    share = max(1, LIST_BLOCKS_MAX // max(1, len(nodes)))
+    examined = await all_of(
+        [examine_node(node, fleet, taking_nodes=taking_nodes, list_blocks_max=share) for node in nodes]
+    )
     listings = {each.node: each.blocks for each in examined if each.blocks is not None}
     findings = [finding for each in examined for finding in each.findings]
     findings += await _examine_index(fleet, listings, fix=fix)
