@@ -41,8 +41,19 @@ def encode_header(header: BlockHeader) -> bytes:
 
     A header of our own making always fits HEADER_BYTES_MAX (1,024 tokens x 4 bytes + about 400).
     """
+    sealed = seal(msgpack.packb(_body_of(header), use_bin_type=True)[:-_DIGEST_BYTES])
+    assert len(sealed) <= HEADER_BYTES_MAX, "a header outgrew its bound"
+    return sealed
+
+
+def pack_fields(header: BlockHeader) -> list[bytes]:
+    """Each field's bytes, in order, as they stand in the header behind its first byte; the checksum's are zeros."""
+    return [msgpack.packb(field, use_bin_type=True) for field in _body_of(header)]
+
+
+def _body_of(header: BlockHeader) -> list[Any]:
     layout = header.layout
-    body = [
+    return [
         MAGIC,
         header.format_version,
         bytes.fromhex(header.namespace),
@@ -58,9 +69,6 @@ def encode_header(header: BlockHeader) -> bytes:
         [bytes.fromhex(namespace) for namespace in header.narrowed_from],
         bytes(_DIGEST_BYTES),
     ]
-    sealed = _seal(msgpack.packb(body, use_bin_type=True)[:-_DIGEST_BYTES])
-    assert len(sealed) <= HEADER_BYTES_MAX, "a header outgrew its bound"
-    return sealed
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> BlockHeader:
@@ -68,7 +76,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> BlockHeader:
     if len(data) > HEADER_BYTES_MAX:
         raise _corrupt(f"header is longer than {HEADER_BYTES_MAX} bytes")
     raw = bytes(data)
-    if len(raw) <= _DIGEST_BYTES or _seal(raw[:-_DIGEST_BYTES]) != raw:
+    if len(raw) <= _DIGEST_BYTES or seal(raw[:-_DIGEST_BYTES]) != raw:
         raise _corrupt("header checksum does not match")
     try:
         body = msgpack.unpackb(raw, raw=False, strict_map_key=True)
@@ -94,6 +102,13 @@ def verify_header(
 
     Layout fields are named one by one (`layout.dtype`), so that the log tells which setting keeps two workers apart.
     """
+    if (
+        (header.format_version, header.position, header.block_hash) == (HEADER_VERSION, position, block_hash)
+        and (header.parent_hash, header.namespace, header.payload_bytes) == (parent_hash, namespace, layout.block_bytes)
+        and header.layout == layout
+        and header.token_ids == tuple(token_ids)
+    ):
+        return  # the usual case, four times as fast as naming the field
     pairs: list[tuple[str, Any, Any]] = [
         ("format_version", header.format_version, HEADER_VERSION),
         ("namespace", header.namespace, namespace),
@@ -121,7 +136,8 @@ def verify_identity(header: BlockHeader) -> None:
         raise BlockCorrupt(header.block_hash, "block_hash does not follow from parent_hash and token_ids")
 
 
-def _seal(body: bytes) -> bytes:
+def seal(body: bytes) -> bytes:
+    """A header's bytes with its own checksum behind them."""
     return body + xxhash.xxh3_64_digest(body)
 
 

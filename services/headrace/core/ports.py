@@ -110,7 +110,8 @@ class BlockSource(Protocol):
         ...
 
     async def release(self, lease: Lease, *, suspects: Sequence[int] = ()) -> None:
-        """End the lease. Idempotent; never raises for a lease that is already gone.
+        """End the lease. Idempotent; never raises for a lease that is already gone. Without suspects it may return
+        before the node has answered; the lease ends all the same.
 
         `suspects`: indices of leased blocks whose bytes did not check out; the node looks at them again and drops
         broken ones, so that the next publisher can store them anew."""

@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from headrace.blocks.block_codec import decode_header
 from headrace.blocks.claims import LeasedRun, SlotOutcome, SlotReserved
+from headrace.blocks.decode_headers import decode_headers
 from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
 from headrace.core.errors import BlockCorrupt, CacheFault, LeaseExpired
 from headrace.core.limits import (
@@ -135,7 +135,7 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
         def reserve() -> Any:
             if len(request.headers) > RESERVE_BLOCKS_MAX:
                 raise ValueError(f"more than {RESERVE_BLOCKS_MAX} blocks in one reserve call")
-            name, headers = _claim_name(request.claim_name), [decode_header(header) for header in request.headers]
+            name, headers = _claim_name(request.claim_name), decode_headers(request.headers)
             outcomes: Sequence[SlotOutcome] = [NotStored(header.block_hash) for header in headers]
             if self._claims.admit(name):
                 outcomes = self._keeper.reserve(headers, retention=_retention(request))

@@ -49,6 +49,13 @@ def kit() -> StoreKit:
     return make_kit()
 
 
+async def until_none_is_leased(node) -> None:
+    """A release is on its way when it returns; readers do not wait for the node's answer."""
+    async with asyncio.timeout(5):
+        while node.stat().leased_blocks:  # noqa: ASYNC110 (a node has no event for this)
+            await asyncio.sleep(0.005)
+
+
 async def test_a_block_published_either_way_is_read_byte_equal_either_way(nodes) -> None:
     async with nodes.inside() as service:
         shared, remote = nodes.shared_memory(service.record), nodes.grpc(service.record)
@@ -60,7 +67,7 @@ async def test_a_block_published_either_way_is_read_byte_equal_either_way(nodes)
             assert await read(shared, prompt) == await read(remote, prompt) == expected
         assert await read(remote, by_memory, first_block=3) == [payload_of(make_header(by_memory, 3))]
         service.node.check_integrity()
-        assert service.node.stat().leased_blocks == 0
+        await until_none_is_leased(service.node)
 
 
 async def test_blocks_longer_than_a_chunk_arrive_whole(tmp_path: Path, nodes) -> None:
@@ -147,7 +154,7 @@ async def test_a_lease_that_runs_out_ends_the_read_with_a_typed_error(nodes) -> 
                 async for _ in store.fetch_blocks(lease, deadline=deadline()):
                     pass
             await store.release(lease)
-        assert service.node.stat().leased_blocks == 0
+        await until_none_is_leased(service.node)
 
 
 async def test_a_reservation_that_ran_out_cannot_be_committed(nodes) -> None:
@@ -175,6 +182,7 @@ async def test_a_store_full_of_leased_blocks_refuses_and_takes_again_after_relea
         assert outcomes == (NotStored(second.chain[room]),)
         assert len(await read(remote, first)) == held
         await remote.release(lease)
+        await until_none_is_leased(service.node)
         assert await publish(remote, second, range(room, 20), wide) > 0
         service.node.check_integrity()
 
@@ -373,3 +381,33 @@ async def test_a_node_that_sends_less_or_more_than_a_block_has_is_found_out(node
     with pytest.raises(fault):
         await anext(remote.fetch_blocks(lease, deadline=deadline()))
     await server.stop(None)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["shared memory", "gRPC"])
+async def test_a_release_costs_its_reader_no_round_trip_and_arrives(nodes, near: bool) -> None:
+    """Fails when a reader waits for the answer to a release, or the lease is left to its expiry."""
+    async with nodes.inside() as service:
+        prompt = make_prompt(1, 4)
+        await publish(nodes.grpc(service.record), prompt, range(4))
+        store = nodes.shared_memory(service.record) if near else nodes.grpc(service.record)
+        lease = await store.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+        assert service.node.stat().leased_blocks == 4
+        await store.release(lease)
+        assert service.node.stat().leased_blocks == 4  # the node, on this loop, has not had its turn yet
+        await until_none_is_leased(service.node)
+        assert service.node.counters.expired_leases == 0
+
+
+async def test_a_release_that_never_arrived_is_sent_again_with_the_lost_claims(nodes) -> None:
+    """Fails when a release that failed on its way is forgotten: the blocks stay leased until LEASE_TTL_MS."""
+    async with nodes.inside() as service:
+        prompt = make_prompt(1, 4)
+        remote = nodes.grpc(service.record)
+        await publish(remote, prompt, range(4))
+        lease = await remote.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline())
+        await remote.release(lease)
+        for telling in list(remote._calls._telling):
+            telling.cancel()
+        await remote.end_lost_claims()
+        assert service.node.stat().leased_blocks == 0
+        assert service.node.counters.expired_leases == 0
