@@ -105,6 +105,7 @@ class BlockPool:
         self._hash_to_block: dict[BlockHash, int] = {}
         self._children: dict[BlockHash, set[BlockHash]] = {}  # hashed children of a hash; no empty sets
         self._kept: dict[int, None] = {}  # unreferenced hashed blocks, longest unused first
+        self._private: set[int] = set()  # held blocks that were forgotten: not to be shared again
 
     @property
     def available_blocks(self) -> int:
@@ -172,6 +173,7 @@ class BlockPool:
                     self._hashed[block_id].give_back(self._clock.now_s())
                     self._kept[block_id] = None
                 else:
+                    self._private.discard(block_id)
                     self._free.append(block_id)
         if num_given_back:
             self._on_freed()
@@ -198,6 +200,8 @@ class BlockPool:
                     self._hashed[resident].use(now_s, ttl_s)
                 if resident is not None or block_id in self._hashed:
                     continue
+                if block_id in self._private:
+                    break  # nor can what stands on it be found
                 parent_hash = prompt.parent_of(index)
                 assert index == 0 or parent_hash in self._hash_to_block
                 self._hash_to_block[block_hash] = block_id
@@ -261,11 +265,14 @@ class BlockPool:
 
     def forget(self, selection: Selection) -> int:
         """Have the selected blocks and all that stand on them found no more; returns how many. Those in use are freed
-        with their last reference, and a sequence under way may share its own again with the next block it fills."""
+        with their last reference and not shared again; whoever computes the same anew shares that."""
         with self._lock:
             going = self._descendants(self._select(selection))
             for block_hash in reversed(going):
-                self._forget(self._hash_to_block[block_hash])
+                block_id = self._hash_to_block[block_hash]
+                self._forget(block_id)
+                if self._references[block_id]:
+                    self._private.add(block_id)
         if going:
             self._on_freed()
         return len(going)
@@ -301,6 +308,8 @@ class BlockPool:
             assert len(self._free) + len(self._kept) + len(held) == self.num_blocks
             assert set(self._kept) == {block_id for block_id in self._hashed if block_id not in held}
             assert len(self._hash_to_block) == len(self._hashed)
+            assert self._private <= held
+            assert not self._private & set(self._hashed)
             children: dict[BlockHash, set[BlockHash]] = {}
             for block_id, hashed in self._hashed.items():
                 assert self._hash_to_block[hashed.block_hash] == block_id

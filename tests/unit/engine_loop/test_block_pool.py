@@ -300,6 +300,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.block_to_prefix: dict[int, tuple[int, ...]] = {}
         self.sequences: list[tuple[HashedPrompt, tuple[int, ...], int]] = []  # prompt, blocks, leading valid ones
         self.references: list[int] = []
+        self.forgotten: set[int] = set()  # blocks that were held when they were ordered away
 
     @property
     def held(self) -> set[int]:
@@ -310,6 +311,7 @@ class PoolMachine(RuleBasedStateMachine):
         prompt = make_prompt(tokens)
         before = self.pool.available_blocks
         held = self.held
+        self.forgotten &= held
         taken = self.pool.take(len(tokens) + extra, prompt=prompt, shared_max=len(tokens) if shares else 0)
         match taken:
             case Short(needed=needed, available=available):
@@ -333,7 +335,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.block_to_prefix[block_ids[position]] = prompt.token_ids[: position + 1]
         self.pool.hash_blocks(prompt, block_ids[:stop])
         self.sequences[index] = (prompt, block_ids, stop)
-        assert self.pool.resident_blocks(prompt) >= stop
+        assert self.pool.resident_blocks(prompt) >= stop or self.forgotten & set(block_ids)
+        assert not self.forgotten & set(self.pool._hashed)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -358,7 +361,9 @@ class PoolMachine(RuleBasedStateMachine):
         """As an operator's order does at its moment: nothing is found below the root, and nobody loses a block."""
         prompt = make_prompt(tokens)
         held = self.held
+        before = set(self.pool._hashed)
         self.pool.forget(Selection(roots=frozenset(prompt.chain[-1:])))
+        self.forgotten |= (before - set(self.pool._hashed)) & held
         assert self.pool.resident_blocks(prompt) < len(tokens)
         assert not held & set(self.pool._free)
 

@@ -151,7 +151,12 @@ def test_forgetting_a_prefix_takes_it_from_those_who_ask_and_not_from_those_who_
     assert (pool.resident_blocks(prompt), pool.resident_blocks(make_prompt([1, 5]))) == (1, 2)
     pool.check_integrity()
     assert pool.available_blocks == 8 - 3
-    pool.hash_blocks(prompt, running.block_ids)  # its next block is full: what is shared again is the same bytes
-    assert pool.resident_blocks(prompt) == 3
+    pool.hash_blocks(prompt, running.block_ids)  # as when its next block is full
+    assert pool.resident_blocks(prompt) == 1
+    anew = use(pool, prompt, math.inf)
+    assert (anew.num_shared, pool.resident_blocks(prompt)) == (1, 3)
+    pool.hash_blocks(prompt, running.block_ids)
     pool.unref_all(running.block_ids)
+    pool.unref_all(anew.block_ids)
     pool.check_integrity()
+    assert (pool.resident_blocks(prompt), pool.available_blocks) == (3, 8)
