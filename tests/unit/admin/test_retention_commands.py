@@ -46,6 +46,7 @@ def test_a_prefix_is_named_in_every_way_that_an_eviction_takes(run, small_gatewa
         "hash": ["--hash", tip.hex()],
     }[how]
     assert run("cache", "pin", *given, input="aaaabbbb\n").exit_code == 0
+    assert small_gateway.orders[0].selector.prefix_text in ("", "aaaabbbb")
     assert small_gateway.holder_blocks["node:here"][tip].pinned_until_unix_ms
     assert run("cache", "unpin", *given, input="aaaabbbb\n").exit_code == 0
     assert not small_gateway.holder_blocks["node:here"][tip].pinned_until_unix_ms
