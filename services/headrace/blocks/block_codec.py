@@ -108,7 +108,7 @@ def verify_header(
         and header.layout == layout
         and header.token_ids == tuple(token_ids)
     ):
-        return  # the usual case, four times as fast as naming the field
+        return  # the usual case, at a third of what naming the field costs
     pairs: list[tuple[str, Any, Any]] = [
         ("format_version", header.format_version, HEADER_VERSION),
         ("namespace", header.namespace, namespace),
