@@ -11,7 +11,7 @@ def bench() -> None:
     """Measure parts of the system on this machine. Needs no running system."""
 
 
-@bench.command()
+@bench.command(short_help="Measure how fast cached blocks are read.")
 @json_option
 def fetch(*, as_json: bool) -> None:
     """Measure how fast cached blocks are read: memcpy, shared memory, raw TCP, gRPC and Redis GET, side by side.

@@ -26,12 +26,12 @@ from headrace.client import BlockEntry, BlockListing, Eviction, EvictReport, Hol
 KEPT_WITH = "with what follows"  # a pin further on keeps all before it
 
 
-@click.group()
+@click.group(short_help="See, keep, warm, move and evict cached prefixes.")
 def cache() -> None:
     """Look into the prefix cache, keep parts of it, and evict from it."""
 
 
-@cache.command("ls")
+@cache.command("ls", short_help="List cached prefixes as a tree.")
 @selector_options
 @click.option("--text", "with_text", is_flag=True, help="Show what the prefixes say, which is what users sent.")
 @click.option("--blocks", is_flag=True, help="One row for each block on each holder, instead of runs of blocks.")
@@ -166,7 +166,7 @@ def describe_pin(block: BlockEntry, *, now_unix_ms: int) -> str:
     return KEPT_WITH if block.protected_by_pin else ""
 
 
-@cache.command("stat")
+@cache.command("stat", short_help="Show every holder's books.")
 @address_option
 @json_option
 def stat_cache(*, address: str, as_json: bool) -> None:
@@ -219,7 +219,7 @@ def _stat_row(stat: HolderStat) -> list[str]:
     ]
 
 
-@cache.command("evict")
+@cache.command("evict", short_help="Evict blocks; without --yes say what would go.")
 @selector_options
 @click.option("--all", "everything", is_flag=True, help="Everything. Needed when nothing narrows the eviction.")
 @click.option(

@@ -24,7 +24,7 @@ from headrace.client import BlockEntry, Message, MissExplanation, Prompt, Select
 from headrace.core.errors import InvalidRequest
 
 
-@click.command("show")
+@click.command("show", short_help="Show one block on every holder.")
 @click.argument("block", metavar="HASH|PREFIX", type=Words())
 @click.option("--text", "with_text", is_flag=True, help="Show what the block says, which is what users sent.")
 @click.option("--model", default="", help="Needed only when more than one is served.")

@@ -9,7 +9,7 @@ from headrace.admin.terminal import json_option, print_json, print_table
 from headrace.config import config_to_flat, load_config, setting_sources, settings_table
 
 
-@click.group()
+@click.group(short_help="Show settings and where each comes from.")
 def config() -> None:
     """Settings: flags, then HEADRACE_* variables, then the file, then defaults."""
 

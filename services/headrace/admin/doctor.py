@@ -6,7 +6,7 @@ from headrace.admin.connection import address_option, connect
 from headrace.admin.terminal import EXIT_CHECK_FAILED, json_option, print_json, print_table
 
 
-@click.command()
+@click.command(short_help="Check that all parts agree; --fix repairs.")
 @click.option("--fix", is_flag=True, help="Have nodes register again where the index is wrong; sweep dead entries.")
 @address_option
 @json_option

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.client.follow_kv_events import SeenEvent
 
 
-@click.command("events")
+@click.command("events", short_help="Follow what a store node stores and removes.")
 @click.option("--endpoint", default="tcp://127.0.0.1:5557", show_default=True, help="The node's kv_events_endpoint.")
 @click.option("--replay-endpoint", default="", help="Its kv_events_replay_endpoint: begin with all that it holds.")
 @click.option("--topic", default="", help="Only batches whose topic begins so.")

@@ -118,7 +118,7 @@ def salt_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-@click.command()
+@click.command(short_help="Send one prompt and stream the answer.")
 @click.argument("text", required=False)
 @click.option("--token-ids", type=TokenIds(), default=None, help="The prompt as token ids: 1,2,3.")
 @click.option("--chat", "as_chat", is_flag=True, help="Send the text as a user's message, in the model's chat format.")
@@ -222,7 +222,7 @@ def describe_result(result: GenerateResult) -> str:
     )
 
 
-@click.command()
+@click.command(short_help="List the models that are served.")
 @address_option
 @json_option
 def models(*, address: str, as_json: bool) -> None:

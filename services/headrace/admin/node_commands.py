@@ -23,12 +23,12 @@ from headrace.core.block import Tier
 PROGRESS_EVERY_S = 1.0
 
 
-@click.group()
+@click.group(short_help="List store nodes, and drain one.")
 def nodes() -> None:
     """Store nodes: what each has, and draining one before it is taken away."""
 
 
-@nodes.command("ls")
+@nodes.command("ls", short_help="List live store nodes.")
 @address_option
 @json_option
 def list_nodes(*, address: str, as_json: bool) -> None:
@@ -91,7 +91,7 @@ def _room(stat: HolderStat) -> str:
     return f"{human_bytes(used)} of {human_bytes(total)}"
 
 
-@nodes.command("drain")
+@nodes.command("drain", short_help="Move a node's blocks to its peers.")
 @click.argument("node", metavar="NODE", type=Words())
 @click.option("--undo", is_flag=True, help="Have it take new blocks again.")
 @click.option("--without-moving", is_flag=True, help="Have it take no new blocks, and move none.")

@@ -26,7 +26,7 @@ from headrace.core.errors import InvalidRequest
 REPORT_EVERY_BLOCKS = 100
 
 
-@click.command("export")
+@click.command("export", short_help="Write prefixes into a file.")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @selector_options
 @address_option
@@ -129,7 +129,7 @@ def chains_of(chosen: Sequence[BlockEntry], everything: Sequence[BlockEntry]) ->
     return sorted(chains.values(), key=len)
 
 
-@click.command("import")
+@click.command("import", short_help="Store the blocks of a file on a node.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--node", default="", help="Store node to write to. Default: the first live one.")
 @address_option

@@ -21,7 +21,7 @@ from headrace.client import ControlOutcome, ControlReport, Selector
 from headrace.core.retention import checked_ttl
 
 
-@click.command("pin")
+@click.command("pin", short_help="Keep a prefix, for a time or until unpinned.")
 @prefix_options
 @click.option("--for", "for_s", type=Duration(), help="How long: 90s, 12h, 7d. Default: until it is unpinned.")
 @address_option
@@ -50,7 +50,7 @@ def pin_prefix(*, selector: Selector, for_s: float | None, address: str, as_json
         raise SystemExit(EXIT_INCOMPLETE)
 
 
-@click.command("unpin")
+@click.command("unpin", short_help="Take a pin back.")
 @prefix_options
 @address_option
 @json_option
@@ -73,7 +73,7 @@ def unpin_prefix(*, selector: Selector, address: str, as_json: bool) -> None:
         say("no node has a pin on it; nothing was changed")
 
 
-@click.command("ttl")
+@click.command("ttl", short_help="Have a prefix go at a moment.")
 @prefix_options
 @click.option("--in", "ttl_s", type=Duration(), help="When it goes, from now: 10m, 2h.")
 @click.option("--clear", is_flag=True, help="Take an earlier order back.")

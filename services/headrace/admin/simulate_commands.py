@@ -13,7 +13,7 @@ from headrace.simulate.read_trace import USERS_DEFAULT, Trace, read_trace
 from headrace.simulate.replay_eviction import replay_eviction
 
 
-@click.command()
+@click.command(short_help="Replay a trace through policies or routers.")
 @click.option("--eviction", is_flag=True, help="Compare the eviction policies and the bound.")
 @click.option("--cluster", help="Compare routers on this cluster: a profile's name or a YAML file.")
 @click.option(

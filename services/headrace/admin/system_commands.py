@@ -54,7 +54,7 @@ def load_function(path: str, *, command: str, extra: str) -> Callable[..., Any]:
     return loaded
 
 
-@click.command()
+@click.command(short_help="Start a whole system on this machine.")
 @setting_options(*ALL_PIECES)
 @json_option
 def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
@@ -87,7 +87,7 @@ def _print_next_steps(flags: dict[str, Any], grpc_target: str) -> None:
     click.echo(f"  end it:               {program} down{ending}")
 
 
-@click.command()
+@click.command(short_help="End the local system.")
 @click.option("--state-dir", default=None, help="State directory of the system to end. Default: the setting's.")
 @json_option
 def down(*, state_dir: str | None, as_json: bool) -> None:
@@ -106,7 +106,7 @@ def down(*, state_dir: str | None, as_json: bool) -> None:
         click.echo("down" if was_up else f"nothing was up ({directory})")
 
 
-@click.command()
+@click.command(short_help="Show store nodes, workers and their load.")
 @address_option
 @json_option
 def status(*, address: str, as_json: bool) -> None:
@@ -176,7 +176,7 @@ def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_o
         raise SystemExit(EXIT_BAD_SETTING)
 
 
-@click.command()
+@click.command(short_help="Check that reuse changes nothing; measure it.")
 @setting_options("model", "engine")
 @click.option("--tokens", "generated_tokens", type=click.IntRange(min=1), default=200, help="Tokens to generate each.")
 @click.option("--plot", type=click.Path(dir_okay=False), default="headrace-verify.png", help="Where the plot goes.")
@@ -210,7 +210,7 @@ def verify(*, flags: dict[str, Any], config_file: str | None, generated_tokens: 
         raise SystemExit(EXIT_CHECK_FAILED)
 
 
-@click.command()
+@click.command(short_help="Show that killing parts changes no answer.")
 @setting_options(*ALL_PIECES)
 @click.option("--output", type=click.Path(file_okay=False), default=".headrace", help="Where demo.json goes.")
 @json_option

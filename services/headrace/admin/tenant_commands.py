@@ -22,12 +22,12 @@ from headrace.core.limits import API_KEY_CHARS_MIN
 from headrace.core.tenants import HashedKey, is_usable_key, new_key
 
 
-@click.group()
+@click.group(short_help="See and set who may have how much; API keys.")
 def tenants() -> None:
     """Tenants: who may call, how much each may have, and API keys (docs/tenants.md)."""
 
 
-@tenants.command("ls")
+@tenants.command("ls", short_help="List tenants and what each has.")
 @address_option
 @json_option
 def list_tenants(*, address: str, as_json: bool) -> None:
@@ -50,7 +50,7 @@ def list_tenants(*, address: str, as_json: bool) -> None:
     exit_if_incomplete(found.errors)
 
 
-@tenants.command("quota")
+@tenants.command("quota", short_help="Set a tenant's quota and minimum.")
 @click.argument("name", metavar="TENANT", type=Words())
 @click.option("--max", "bytes_max", type=Size(), help="Quota on each node, in the arena and on disk each: 2GB, 500MiB.")
 @click.option("--min", "bytes_min", type=Size(), help="What others cannot evict of the arena of each node: 500MB.")
@@ -148,7 +148,7 @@ def _tenant_rows(tenant: TenantEntry) -> Iterator[list[str]]:
         yield [*about, "-", "-", "-", "-", "-", "-"]
 
 
-@tenants.command("new-key")
+@tenants.command("new-key", short_help="Draw a fresh API key.")
 @json_option
 def new_key_command(*, as_json: bool) -> None:
     """Draw a fresh API key and print it with its line for the tenants file.
@@ -170,7 +170,7 @@ def new_key_command(*, as_json: bool) -> None:
     say("give the key to the tenant (it is kept nowhere), and put the line under the tenant's keys")
 
 
-@tenants.command("hash-key")
+@tenants.command("hash-key", short_help="Make the tenants file's line of a key.")
 @json_option
 def hash_key_command(*, as_json: bool) -> None:
     """Print the tenants file's line for an API key that you have; the key comes from standard input.

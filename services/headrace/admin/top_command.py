@@ -57,7 +57,7 @@ class Seen:
     errors: tuple[tuple[str, str], ...]
 
 
-@click.command("top")
+@click.command("top", short_help="Watch rates and the hottest prefixes, live.")
 @click.option(
     "--every",
     "every_s",

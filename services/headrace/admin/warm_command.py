@@ -15,7 +15,7 @@ from headrace.client import CacheOptions, Message, Prompt, Retention, Sampling
 from headrace.core.errors import InvalidRequest
 
 
-@click.command("warm")
+@click.command("warm", short_help="Compute prompts ahead of their users.")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
 @click.option("--model", default="", help="Needed only when more than one is served.")
 @click.option("--cache-salt", default="", help="Warm for callers who send this cache_salt.")

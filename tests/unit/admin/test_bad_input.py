@@ -106,3 +106,16 @@ def test_every_command_has_an_example_that_is_a_command_and_offers_json(path, co
         words = example.partition("headrace ")[2].partition("|")[0].split()
         assert all(word in options for word in words if word.startswith("--")), example
     assert "--json" in options or path in (("completion",), ("store-node",))
+
+
+def groups(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(command, click.Group):
+        return []
+    return [path, *(group for name, below in command.commands.items() for group in groups(below, (*path, name)))]
+
+
+@pytest.mark.parametrize("path", groups(main), ids=lambda path: " ".join(path) or "headrace")
+def test_no_line_of_a_list_of_commands_is_cut_off_in_a_narrow_terminal(path):
+    """Fails when an operator has to guess what a command does."""
+    shown = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).stdout
+    assert "..." not in shown.partition("Commands:")[2]
