@@ -52,6 +52,8 @@ class SimulatedNode:
         self.node: StoreNode | None = StoreNode(self.arena, node_id=node_id, clock=clock)
 
     def crash(self) -> None:
+        if self.node is not None:
+            self.node.waiters.close()  # a connection that breaks ends the calls on it
         self.node = None
 
     def restart(self) -> None:
@@ -89,9 +91,21 @@ class DirectStore:
         self._lease_ends_s: dict[str, float] = {}
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        deadline: Deadline,
+        retention: Retention = KEEP,
+        wait_s: float = 0.0,
     ) -> Lease:
         asked_s = self.node.clock.now_s()
+        if wait_s and first_block < len(chain):
+            await self._travel()
+            node = self.node.live()
+            if node.lookup(namespace, chain[: first_block + 1]) <= first_block:
+                await node.waiters.wait(namespace, chain[first_block], timeout_s=wait_s)
         run = await self._call(lambda node: node.lease(namespace, chain, first_block=first_block, retention=retention))
         self._lease_ends_s[run.lease_id] = asked_s + run.expires_in_ms / 1000
         return Lease(

@@ -73,6 +73,11 @@ LEASE_TTL_MS = 30_000
 # A writer fills one slot in milliseconds; 10 s covers a paused process without keeping the slot for long.
 RESERVATION_TTL_MS = 10_000
 
+# How long one call waits at a store node for a block that is being computed, and how many calls may: each is some 10 KB
+# and a timer. A worker that waits for a whole prompt asks again after each block that came.
+LEASE_WAIT_MS_MAX = 10_000
+LEASE_WAITERS_MAX = 1_024
+
 # How often a store node looks for expired leases and reservations.
 EXPIRY_SCAN_MS = 500
 

@@ -96,10 +96,18 @@ class BlockSource(Protocol):
     """Read side of one store node. A bad payload is delivered as it is: the reader checks it against its header."""
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        deadline: Deadline,
+        retention: Retention = KEEP,
+        wait_s: float = 0.0,
     ) -> Lease:
         """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip.
 
+        wait_s: how long the answer waits for block `first_block` when it is not there, if the node lets callers wait.
         The leased blocks are kept by the longest of their own retention and this one."""
         ...
 

@@ -133,6 +133,10 @@ class NodeDrain:
         """Take the state and have everybody know it at once, or within MEMBER_REFRESH_MS while the index is away."""
         self._state = state
         self._node.draining = state is not DrainState.SERVING
+        if self._node.draining:
+            self._node.waiters.close()
+        else:
+            self._node.waiters.open()
         _log.info("%s, by order of %s", state, who or "this node's operator")
         try:
             await self._announce()

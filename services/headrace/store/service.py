@@ -195,6 +195,8 @@ class StoreNodeService:
                 await self._membership.withdraw(self.record)
             except IndexUnavailable:
                 _log.warning("the record was not withdrawn; it ends by itself in %d ms", MEMBER_TTL_MS)
+        if self._node is not None:
+            self._node.waiters.close()
         await self._server.stop(STOP_GRACE_MS / 1_000)
         if self._mover is not None:
             await self._mover.stop()

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from headrace.blocks.block_codec import encode_header, verify_identity
+from headrace.blocks.block_waiters import BlockWaiters
 from headrace.blocks.claims import LeasedBlock, LeasedRun, SlotOutcome, SlotReserved
 from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
 from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, payload_digest
@@ -79,6 +80,7 @@ class StoreNode:
         self.node_id = node_id
         self.holder_id = HolderId(f"node:{node_id}")
         self.counters = NodeCounters()
+        self.waiters = BlockWaiters()
         self._arena = arena
         self._clock = clock
         self._changes: BlockChanges = IgnoreChanges() if changes is None else changes
@@ -413,6 +415,7 @@ class StoreNode:
             if newly.parent is not None:
                 self._blocks.touch(newly.parent, now_s)
             self._terms.settle(newly)
+            self.waiters.wake(*newly.key)
             if self.disk.get(newly.key) is None:
                 self._changes.added(newly.header)
         for newly in shown or [block]:

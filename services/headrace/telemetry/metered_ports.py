@@ -97,11 +97,18 @@ class MeteredBlockSource:
         self._bytes = metrics.kv_transfer_bytes.labels(TransferDirection.LOAD, Tier.HOST, via)
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        deadline: Deadline,
+        retention: Retention = KEEP,
+        wait_s: float = 0.0,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         return await self._source.lease_prefix(
-            namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+            namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
         )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

@@ -92,11 +92,18 @@ class GrpcStore:
         self._calls = StoreCalls(record, channels, clock)
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        deadline: Deadline,
+        retention: Retention = KEEP,
+        wait_s: float = 0.0,
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
         return await self._calls.lease(
-            namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+            namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
         )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

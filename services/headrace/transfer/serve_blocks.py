@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from headrace.blocks.block_waiters import BlockWaiters
 from headrace.blocks.claims import LeasedRun, SlotOutcome, SlotReserved
 from headrace.blocks.decode_headers import decode_headers
 from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
@@ -22,6 +23,7 @@ from headrace.core.limits import (
     CLAIM_NAME_CHARS_MAX,
     FETCH_CHUNK_BYTES,
     LEASE_TTL_MS,
+    LEASE_WAIT_MS_MAX,
     LOST_CLAIMS_MAX,
     RESERVATION_TTL_MS,
     RESERVE_BLOCKS_MAX,
@@ -45,6 +47,7 @@ class BlockKeeper(Protocol):
     """What the service asks of a store node; `store.store_node.StoreNode` is one."""
 
     incarnation: int
+    waiters: BlockWaiters
 
     def lookup(self, namespace: NamespaceId, chain: Chain) -> int: ...
 
@@ -111,6 +114,8 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
         namespace, chain = await _answer(context, parse)
         if self._promote is not None:
             await self._promote(namespace, chain, request.first_block)
+        if request.wait_ms and request.first_block < len(chain):
+            await self._wait_for_block(namespace, chain[: request.first_block + 1], request.wait_ms)
 
         def lease() -> Any:
             name = _claim_name(request.claim_name)
@@ -126,6 +131,12 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
             )
 
         return await _answer(context, lease)
+
+    async def _wait_for_block(self, namespace: NamespaceId, chain: Chain, wait_ms: int) -> None:
+        """Until the chain's last block can be read, or not for so long. A caller that is gone waits no more."""
+        if self._keeper.lookup(namespace, chain) < len(chain):
+            timeout_s = min(wait_ms, LEASE_WAIT_MS_MAX) / 1_000
+            await self._keeper.waiters.wait(namespace, chain[-1], timeout_s=timeout_s)
 
     async def Release(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         self._keeper.release(request.lease_id, tuple(request.suspect_blocks))

@@ -29,12 +29,19 @@ class SharedMemoryStore:
         self._lease_ends_s: dict[str, float] = {}  # leases held through this adapter, by this process's clock
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        deadline: Deadline,
+        retention: Retention = KEEP,
+        wait_s: float = 0.0,
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
         asked_s = self._clock.now_s()  # before the call: our idea of the end must not be later than the node's
         lease = await self._calls.lease(
-            namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+            namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
         )
         self._forget_ended()
         if lease.lease_id:

@@ -45,9 +45,16 @@ class StoreCalls:
         self._telling: set[asyncio.Task[None]] = set()  # releases under way; each ends by its own time limit
 
     async def lease(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        deadline: Deadline,
+        retention: Retention,
+        wait_s: float = 0.0,
     ) -> Lease:
-        """One round trip. Raises StoreUnavailable, BlockCorrupt (a header that does not parse)."""
+        """One round trip, and the wait. Raises StoreUnavailable, BlockCorrupt (a header that does not parse)."""
         sent = chain[: min(CHAIN_BLOCKS_MAX, first_block + LEASE_BLOCKS_MAX)]
         if first_block >= len(sent):
             return Lease(lease_id="", incarnation=self.record.incarnation, headers=(), slots=(), expires_in_ms=0)
@@ -60,9 +67,10 @@ class StoreCalls:
             ttl_s=retention.ttl_s or 0.0,
             not_on_disk=not retention.on_disk,
             claim_name=name,
+            wait_ms=int(max(0.0, min(wait_s, deadline.left_s())) * 1_000),
         )
         with self._lost_on_failure(name):
-            reply = await self._call(self._stub.Lease, request, deadline)
+            reply = await self._call(self._stub.Lease, request, deadline, wait_s=wait_s)
         try:
             headers = decode_headers(block.header for block in reply.blocks)
         except CacheFault:
@@ -166,8 +174,15 @@ class StoreCalls:
         return NotStored(header.block_hash)
 
     async def _call(
-        self, method: Any, request: Any, deadline: Deadline, *, lease_id: str = "", block_hash: bytes = b""
+        self,
+        method: Any,
+        request: Any,
+        deadline: Deadline,
+        *,
+        lease_id: str = "",
+        block_hash: bytes = b"",
+        wait_s: float = 0.0,
     ) -> Any:
-        timeout_s = min(deadline.left_s(), STORE_CALL_TIMEOUT_MS / 1_000)
+        timeout_s = min(deadline.left_s(), wait_s + STORE_CALL_TIMEOUT_MS / 1_000)
         with cache_faults(self.record.node_id, lease_id=lease_id, block_hash=block_hash):
             return await method(request, timeout=timeout_s)

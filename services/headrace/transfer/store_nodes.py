@@ -190,12 +190,19 @@ class _WatchedStore:
         self._health = health
 
     async def lease_prefix(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, deadline: Deadline, retention: Retention = KEEP
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        deadline: Deadline,
+        retention: Retention = KEEP,
+        wait_s: float = 0.0,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         with self._health.watched():
             return await self._store.lease_prefix(
-                namespace, chain, first_block=first_block, deadline=deadline, retention=retention
+                namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
             )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

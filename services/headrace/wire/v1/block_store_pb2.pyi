@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("namespace", "chain", "hash_bytes", "first_block", "ttl_s", "not_on_disk", "claim_name")
+    __slots__ = ("namespace", "chain", "hash_bytes", "first_block", "ttl_s", "not_on_disk", "claim_name", "wait_ms")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class LeaseRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     NOT_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     CLAIM_NAME_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     chain: bytes
     hash_bytes: int
@@ -23,7 +24,8 @@ class LeaseRequest(_message.Message):
     ttl_s: float
     not_on_disk: bool
     claim_name: str
-    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., claim_name: _Optional[str] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., claim_name: _Optional[str] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("lease_id", "incarnation", "expires_in_ms", "blocks")

@@ -1,0 +1,93 @@
+"""A lease that waits for a block which is being written, over real gRPC."""
+
+import asyncio
+import time
+
+import pytest
+from store_calls_kit import deadline, publish
+from store_kit import make_prompt
+
+from headrace.core.ports import Lease
+from headrace.transfer.fetch_blocks import GrpcStore
+
+
+def lease(store: GrpcStore, prompt, *, first_block: int, wait_s: float) -> "asyncio.Task[Lease]":
+    return asyncio.create_task(
+        store.lease_prefix(prompt.namespace, prompt.chain, first_block=first_block, deadline=deadline(), wait_s=wait_s)
+    )
+
+
+async def until_waiting(service, num_waiting: int) -> None:
+    async with asyncio.timeout(5):
+        while service.node.waiters.num_waiting != num_waiting:  # noqa: ASYNC110 (a node has no event for this)
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("way", ["grpc", "shared_memory"])
+async def test_a_lease_is_answered_when_its_first_block_is_committed(nodes, way: str) -> None:
+    """Fails when the wait ends with time only, at another block, or before the bytes can be read."""
+    async with nodes.inside() as service:
+        store, prompt = getattr(nodes, way)(service.record), make_prompt(1, 4)
+        await publish(nodes.grpc(service.record), prompt, [0, 1])
+        waiting = lease(store, prompt, first_block=3, wait_s=8)
+        await until_waiting(service, 1)
+        await publish(nodes.grpc(service.record), prompt, [2])
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        started_s = time.monotonic()
+        await publish(nodes.grpc(service.record), prompt, [3])
+        granted = await waiting
+        assert time.monotonic() - started_s < 4
+        assert [header.block_hash for header in granted.headers] == [prompt.chain[3]]
+        await store.release(granted)
+        assert service.node.waiters.num_waiting == 0
+
+
+async def test_what_is_there_is_leased_without_waiting(nodes) -> None:
+    """Fails when a caller waits for more than its first block."""
+    async with nodes.inside() as service:
+        store, prompt = nodes.grpc(service.record), make_prompt(1, 4)
+        await publish(store, prompt, [0, 1])
+        started_s = time.monotonic()
+        granted = await lease(store, prompt, first_block=1, wait_s=8)
+        assert (len(granted.headers), time.monotonic() - started_s < 4) == (1, True)
+        await store.release(granted)
+
+
+async def test_a_wait_is_over_in_time_and_answers_with_nothing(nodes) -> None:
+    """Fails when a block that never comes is an error, or holds the caller longer than it asked for."""
+    async with nodes.inside() as service:
+        granted = await lease(nodes.grpc(service.record), make_prompt(1, 1), first_block=0, wait_s=0.1)
+        assert (granted.lease_id, granted.headers) == ("", ())
+        assert service.node.waiters.num_waiting == 0
+
+
+async def test_a_call_that_is_cancelled_waits_no_more_at_the_node_and_takes_no_lease_later(nodes) -> None:
+    """Fails when a reader that is gone keeps a place at the node, or gets blocks that nobody will give back."""
+    async with nodes.inside() as service:
+        store, prompt = nodes.grpc(service.record), make_prompt(1, 1)
+        waiting = lease(store, prompt, first_block=0, wait_s=8)
+        await until_waiting(service, 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await until_waiting(service, 0)
+        await publish(store, prompt, [0])
+        await store.end_lost_claims()
+        assert service.node.stat().leased_blocks == 0
+
+
+async def test_a_node_that_drains_or_stops_lets_its_callers_go(nodes) -> None:
+    """Fails when callers wait for blocks that a node will not take any more."""
+    async with nodes.inside() as service:
+        store, prompt = nodes.grpc(service.record), make_prompt(1, 1)
+        waiting = lease(store, prompt, first_block=0, wait_s=8)
+        await until_waiting(service, 1)
+        service.node.waiters.close()
+        assert (await waiting).headers == ()
+        service.node.waiters.open()
+        waiting = lease(store, prompt, first_block=0, wait_s=8)
+        await until_waiting(service, 1)
+        started_s = time.monotonic()
+        await service.stop()
+        await asyncio.wait([waiting])
+        assert time.monotonic() - started_s < 4
