@@ -294,6 +294,10 @@ SWEEP_PAGES_MAX = 8
 # A liveness record is about 1 KB; more than this is junk and is not even read.
 MEMBER_RECORD_BYTES_MAX = 16_384
 
+# Store nodes whose speed a worker announces, those that it read from last: a load asks three, and 64 entries of 150
+# bytes at most are well below what a record may have.
+WORKER_LINKS_MAX = 64
+
 # A timer that fires this much too late means that our own loop stood still, not that Redis did. Replies that came
 # meanwhile are read within this time; a stalled loop may thus cost one more of it, never one per command.
 INDEX_STALL_GRACE_MS = 50

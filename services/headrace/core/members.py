@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace import __version__
-from headrace.core.block import HolderId, Namespace
+from headrace.core.block import CacheSource, HolderId, Namespace
 from headrace.core.generation import WorkerId
+from headrace.core.learned_costs import PRIOR_DECODE, PRIOR_PREFILL
+from headrace.core.step_costs import DecodeCost, PrefillCost
 
 
 class WorkerRole(StrEnum):
@@ -50,6 +52,43 @@ class StoreNodeRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LearnedCosts:
+    """What work costs on one worker, by its own measurements; until there are some, what is assumed of any."""
+
+    prefill_base_s: float
+    prefill_tokens_per_s: float
+    prefill_attention_s: float
+    decode_base_s: float
+    decode_sequence_s: float
+    decode_kv_token_s: float
+
+    @classmethod
+    def of(cls, prefill: PrefillCost, decode: DecodeCost) -> "LearnedCosts":
+        """The same constants as they are announced."""
+        return cls(
+            float(prefill.base_s),
+            float(prefill.tokens_per_s),
+            float(prefill.attention_s),
+            float(decode.base_s),
+            float(decode.sequence_s),
+            float(decode.kv_token_s),
+        )
+
+
+ASSUMED_COSTS = LearnedCosts.of(PRIOR_PREFILL, PRIOR_DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """How fast a worker got blocks from one store node in one way."""
+
+    node_id: str
+    via: CacheSource
+    bytes_per_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """One worker: what it serves, where it runs, how loaded it is."""
 
@@ -72,6 +111,9 @@ class WorkerRecord:
     version: str = __version__  # as of a store node
     unix_ms: int = 0  # its clock when it said this; 0: it did not say
     store_node_near: bool = True  # `store_node` is on its host: what is held there is read from shared memory
+    queue_s: float = 0.0  # predicted seconds until all prompts that it has now are computed
+    costs: LearnedCosts = ASSUMED_COSTS
+    links: tuple[MeasuredLink, ...] = ()  # to store nodes that it has read from lately
 
     @property
     def holder_id(self) -> HolderId:

@@ -34,19 +34,21 @@ from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run, RunLimits
 from headrace.engine.sample_token import Logits
 from headrace.engine.schedule_step import Preempt, Resume, StepLimits, StepPlan, schedule_step
+from headrace.engine.step_times import NOTHING_AHEAD, StepTimes, WorkAhead
 
 __all__ = ["Admission", "Engine", "EngineEvent", "EngineLoad", "FilledBlock", "RunFinished"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy the engine is: sequences in the batch, sequences not in it yet, blocks that could be had now, and how
-    many of those hold a block for reuse."""
+    """How busy the engine is: sequences in the batch, sequences not in it yet, blocks that could be had now, how many
+    of those hold a block for reuse, and the prompts' work in seconds."""
 
     running: int
     waiting: int
     free_blocks: int
     kept_blocks: int = 0
+    ahead: WorkAhead = NOTHING_AHEAD
 
 
 class Engine:
@@ -85,6 +87,7 @@ class Engine:
         self._to_wake: list[EventStream] = []  # streams with news since their consumers were last woken
         self._can_step = False
         self._idle = True
+        self._times = StepTimes(chunk_tokens=settings.prefill_chunk_tokens)
         self._num_in_batch = 0
         self._num_outside = 0
         self.num_without_blocks = 0  # preempted sequences that wait to go on
@@ -120,13 +123,17 @@ class Engine:
         assert prompt.token_ids
         if self._stopping or self._ended:
             raise _stopped()
-        return await self._queue.admit(
-            prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline, ttl_s=ttl_s
-        )
+        with self._times.waiting(prompt):
+            admission = await self._queue.admit(
+                prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline, ttl_s=ttl_s
+            )
+        self._times.hold(admission)
+        return admission
 
     def release(self, admission: Admission) -> None:
         """Give the blocks back, and cancel the run if there is one; it gives them back after the step under way.
         Idempotent."""
+        self._times.drop(admission)
         with self._mail:
             held = admission.state is AdmissionState.HELD
             if held:
@@ -144,6 +151,7 @@ class Engine:
         assert num_blocks <= len(admission.prompt.chain)
         self.pool.hash_blocks(admission.prompt, admission.block_ids[:num_blocks], ttl_s=admission.ttl_s)
         admission.num_valid_blocks = max(admission.num_valid_blocks, num_blocks)
+        self._times.hold(admission)
 
     async def run(
         self,
@@ -172,12 +180,13 @@ class Engine:
             run.stream.close()
 
     def load(self) -> EngineLoad:
-        """Counts of this moment."""
+        """Counts of this moment, and costs as they were measured until now."""
         return EngineLoad(
             running=self._num_in_batch,
             waiting=self._queue.num_waiting + self._num_outside + len(self._submitted),
             free_blocks=self.pool.available_blocks,
             kept_blocks=self.pool.kept_blocks,
+            ahead=self._times.read(),
         )
 
     def healthy(self) -> bool:
@@ -233,6 +242,7 @@ class Engine:
                 raise _stopped()
             assert admission.state is AdmissionState.HELD, "an admission is run once, and before it is released"
             admission.state = AdmissionState.RUNNING
+            self._times.drop(admission)
             self._submitted.append(run)
             self._changed = True
             self._mail.notify()
@@ -287,6 +297,7 @@ class Engine:
         self._can_step = bool(plan.rows)
         if not plan.rows:
             return
+        started_s = self._clock.now_s()
         runs = [self._runs[rows.key] for rows in plan.rows]
         steps = [run.step_of(rows) for run, rows in zip(runs, plan.rows, strict=True)]
         self.num_steps += 1
@@ -296,6 +307,7 @@ class Engine:
             for run in runs:
                 self._fail(run, f"a step of its engine failed: {type(error).__name__}: {error}")
             return
+        self._times.add(plan.rows, self._clock.now_s() - started_s)
         wanted = iter(logits.numpy())
         for run, rows in zip(runs, plan.rows, strict=True):
             try:
@@ -405,6 +417,7 @@ class Engine:
     def _publish_counts(self) -> None:
         """Say how many sequences are where; when no preempted one waits any more, new prompts may be admitted."""
         runs = self._runs.values()
+        self._times.running(runs)
         self._num_in_batch = sum(run.in_batch for run in runs)
         self._num_outside = len(runs) - self._num_in_batch
         had_preempted = self.num_without_blocks > 0

@@ -72,6 +72,11 @@ class Run:
         )
 
     @property
+    def part(self) -> tuple[int, int]:
+        """[computed, known) tokens: what is left to compute before the next one is chosen."""
+        return self.num_computed, len(self._token_ids)
+
+    @property
     def reusable(self) -> tuple[HashedPrompt, int]:
         """For taking blocks again after preemption: the chain so far, and how many of its blocks may come by hash."""
         if not (self.admission.use_device and self.leaves_blocks):

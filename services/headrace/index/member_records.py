@@ -5,9 +5,10 @@ another type, of another version, with a field more) is JunkRecord: its owner co
 Adding or renaming a field therefore takes a new RECORD_VERSION.
 """
 
+import math
 from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import msgpack
 
@@ -53,8 +54,15 @@ def decode_record(data: bytes) -> StoreNodeRecord | WorkerRecord:
 
 
 def _decode(wanted: Any, value: Any, where: str) -> Any:
-    """A value as the field type `wanted`: a dataclass, a StrEnum, or str, int, bool (or a NewType of those)."""
+    """A value as the field type `wanted`: a dataclass, a tuple of one kind, a StrEnum, or str, int, bool or a finite
+    float (or a NewType of those)."""
     wanted = getattr(wanted, "__supertype__", wanted)
+    if get_origin(wanted) is tuple:
+        (kind, dots) = get_args(wanted)
+        assert dots is Ellipsis, f"{where}: {wanted} is no type for a record"
+        if not isinstance(value, list):
+            raise JunkRecord(f"{where} is not a list")
+        return tuple(_decode(kind, each, where) for each in value)
     if is_dataclass(wanted) and isinstance(wanted, type):
         row = {field.name: field.type for field in fields(wanted)}
         if not isinstance(value, dict) or value.keys() != row.keys():
@@ -65,7 +73,7 @@ def _decode(wanted: Any, value: Any, where: str) -> Any:
             return wanted(value)
         except ValueError:
             raise JunkRecord(f"{where} is unknown") from None
-    assert wanted in (str, int, bool), f"{where}: {wanted} is no type for a record"
-    if type(value) is not wanted:
-        raise JunkRecord(f"{where} is not {wanted.__name__}")
+    assert wanted in (str, int, bool, float), f"{where}: {wanted} is no type for a record"
+    if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
+        raise JunkRecord(f"{where} is not a {wanted.__name__}")
     return value

@@ -26,7 +26,7 @@ from headrace.core.generation import (
     WorkerId,
 )
 from headrace.core.limits import ATTEMPTS_REMEMBERED, DRAIN_TIMEOUT_MS, MEMBER_REFRESH_MS, MEMBER_TTL_MS
-from headrace.core.members import WorkerRecord, WorkerRole
+from headrace.core.members import LearnedCosts, WorkerRecord, WorkerRole
 from headrace.core.ports import Membership, StoreNodes
 from headrace.engine.block_pool import Short
 from headrace.engine.engine import Admission, Engine
@@ -36,6 +36,7 @@ from headrace.transfer.device_expiry import DeviceExpiry
 from headrace.transfer.load_prefix import LoadPlan, load_prefix
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
+from headrace.transfer.timed_nodes import TimedStoreNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Worker:
         """nodes: what calls use, metered or not; node_table: its owner, started and stopped with this worker."""
         self.worker_id = worker_id
         self.engine = engine
-        self.nodes = nodes
+        self.nodes = TimedStoreNodes(nodes, clock)
         self.clock = clock
         self.report_fault = report_fault
         self.layout = engine.model.namespace.layout
@@ -159,6 +160,9 @@ class Worker:
             free_blocks=load.free_blocks,
             kept_blocks=load.kept_blocks,
             unix_ms=self.clock.unix_ms(),
+            queue_s=load.ahead.queue_s,
+            costs=LearnedCosts.of(load.ahead.prefill, load.ahead.decode),
+            links=self.nodes.times.links(),
         )
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:

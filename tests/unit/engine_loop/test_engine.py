@@ -668,11 +668,33 @@ async def test_load_counts_who_runs_and_who_waits(make_engine: MakeEngine) -> No
     engine.model.runner.gate.clear()
     tasks = [asyncio.create_task(generate(engine, make_tokens(9, seed=seed))) for seed in range(3)]
     await until(lambda: engine.load().running + engine.load().waiting == 3)
+    ahead = engine.load().ahead
+    assert ahead.queue_s == pytest.approx(3 * ahead.prefill.seconds(0, 9)), "three prompts are still to be computed"
     engine.model.runner.gate.set()
     await asyncio.gather(*tasks)
-    await until(
-        lambda: engine.load() == EngineLoad(running=0, waiting=0, free_blocks=64, kept_blocks=engine.pool.kept_blocks)
-    )
+    await until(lambda: engine.load().running + engine.load().waiting == 0)
+    load = engine.load()
+    assert load == EngineLoad(0, 0, free_blocks=64, kept_blocks=engine.pool.kept_blocks, ahead=load.ahead)
+    assert load.ahead.queue_s == 0
+    assert load.ahead.prefill != ahead.prefill, "the steps were measured"
+
+
+async def test_no_prompt_stays_in_the_queues_seconds_whatever_became_of_it(make_engine: MakeEngine) -> None:
+    """Fails when a prompt that was refused, given up or loaded instead of computed counts for ever, or too much."""
+    engine = make_engine(usable_blocks=4)
+    prompt = make_prompt(engine, make_tokens(31, seed=1))
+    held = await admit(engine, make_tokens(31, seed=1))
+    whole_s = engine.load().ahead.queue_s
+    waiting = asyncio.create_task(admit(engine, make_tokens(31, seed=2)))
+    await until(lambda: engine.load().waiting == 1)
+    assert engine.load().ahead.queue_s == pytest.approx(2 * whole_s)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    engine.mark_loaded(held, 2)
+    assert len(prompt.chain) > 2
+    assert engine.load().ahead.queue_s == pytest.approx(engine.load().ahead.prefill.seconds(16, 31))
+    engine.release(held)
+    assert engine.load().ahead.queue_s == 0
 
 
 # Eviction

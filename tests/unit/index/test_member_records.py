@@ -1,14 +1,16 @@
 """Liveness records as bytes: exactly this version's fields, or junk."""
 
+from dataclasses import replace
+
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.block import HashAlgorithm, KvLayout, Namespace
+from headrace.core.block import CacheSource, HashAlgorithm, KvLayout, Namespace
 from headrace.core.generation import WorkerId
-from headrace.core.limits import MEMBER_RECORD_BYTES_MAX
-from headrace.core.members import StoreNodeRecord, WorkerRecord, WorkerRole
+from headrace.core.limits import MEMBER_RECORD_BYTES_MAX, WORKER_LINKS_MAX
+from headrace.core.members import MeasuredLink, StoreNodeRecord, WorkerRecord, WorkerRole
 from headrace.index.member_records import RECORD_VERSION, JunkRecord, decode_record, encode_record
 
 NODE = StoreNodeRecord(
@@ -38,7 +40,11 @@ WORKER = WorkerRecord(
 )
 
 
-@pytest.mark.parametrize("record", [NODE, WORKER])
+LINK = MeasuredLink(node_id="a", via=CacheSource.GRPC, bytes_per_s=1e9, round_trip_s=0.002)
+MEASURED = replace(WORKER, queue_s=1.5, links=(LINK, replace(LINK, via=CacheSource.SHARED_MEMORY)))
+
+
+@pytest.mark.parametrize("record", [NODE, WORKER, MEASURED])
 def test_a_record_survives_the_round_trip(record):
     decoded = decode_record(encode_record(record))
     assert decoded == record
@@ -99,6 +105,35 @@ def test_an_unknown_role_or_a_wrong_layout_is_junk():
     ):
         with pytest.raises(JunkRecord):
             decode_record(msgpack.packb({**good, "record": {**good["record"], **change}}))
+
+
+def test_measured_numbers_are_floats_that_mean_something_and_links_are_a_list_of_links():
+    """Fails when a worker's NaN, an integer or a nameless link reaches the routing of every gateway."""
+    good = msgpack.unpackb(encode_record(MEASURED))
+    fields = good["record"]
+    link = fields["links"][0]
+    for change in (
+        {"queue_s": float("nan")},
+        {"queue_s": float("inf")},
+        {"queue_s": 1},
+        {"queue_s": "1.5"},
+        {"costs": {**fields["costs"], "decode_base_s": None}},
+        {"costs": {name: value for name, value in fields["costs"].items() if name != "decode_base_s"}},
+        {"links": link},
+        {"links": [link, 3]},
+        {"links": [{**link, "via": "pigeon"}]},
+        {"links": [{**link, "node_id": 7}]},
+    ):
+        with pytest.raises(JunkRecord):
+            decode_record(msgpack.packb({**good, "record": {**fields, **change}}))
+
+
+def test_a_record_with_all_the_links_that_it_may_have_fits():
+    """Fails when a worker in a large cluster cannot announce itself."""
+    far = tuple(
+        replace(LINK, node_id=f"node-{number}.rack-12.zone-b.example.org") for number in range(WORKER_LINKS_MAX)
+    )
+    assert decode_record(encode_record(replace(WORKER, links=far))).links == far
 
 
 def test_a_huge_record_is_junk_without_being_parsed():

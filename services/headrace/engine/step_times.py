@@ -1,0 +1,99 @@
+"""How long this engine's steps take, and what the prompts ahead of a new one will take by that.
+
+A step computes parts of prompts, gives running sequences their next token, or both. Steps of one kind teach that kind's
+cost. Of a mixed step the sequences' part, as known from pure decode steps, is taken off, and the rest is the prompts':
+a step reads the weights once, whatever it computes. Written by the step thread, read by the event loop.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from headrace.core.block import HashedPrompt
+from headrace.core.learned_costs import PRIOR_DECODE, PRIOR_PREFILL, DecodeFit, PrefillFit
+from headrace.core.step_costs import DecodeCost, PrefillCost
+from headrace.engine.admission_queue import Admission
+from headrace.engine.run import Run
+from headrace.engine.schedule_step import PlannedRows
+
+# Of a mixed step's time, at least this share is the prompts': a decode cost learned under load could claim all of it.
+PREFILL_SHARE_MIN = 0.25
+
+
+# A prompt that lacks no more than its last token is a decoding sequence.
+Part = tuple[int, int]  # [computed, wanted) of one sequence
+
+
+@dataclass(frozen=True, slots=True)
+class WorkAhead:
+    """What an engine has before it, and what work costs there."""
+
+    queue_s: float  # predicted, until all prompts that are here now are computed
+    prefill: PrefillCost
+    decode: DecodeCost
+
+
+NOTHING_AHEAD = WorkAhead(0.0, PRIOR_PREFILL, PRIOR_DECODE)
+
+
+class StepTimes:
+    """The two fits of one engine, and the parts of prompts that it has yet to compute."""
+
+    def __init__(self, *, chunk_tokens: int) -> None:
+        """chunk_tokens: of prompts, in one step."""
+        self._chunk_tokens = chunk_tokens
+        self._lock = threading.Lock()  # of the fits
+        self._prefill = PrefillFit()
+        self._decode = DecodeFit()
+        self._running: tuple[Part, ...] = ()  # replaced by the step thread
+        self._coming: dict[object, Part] = {}  # admitted or waiting for it, and not run yet; the event loop's
+
+    def add(self, rows: Sequence[PlannedRows], seconds: float) -> None:
+        """One step that computed these rows. A single row counts as a decoding sequence: it costs what one costs."""
+        stretches = [(row.stop - row.start, row.start) for row in rows if row.stop - row.start > 1]
+        sequences = len(rows) - len(stretches)
+        kv_tokens = sum(row.stop for row in rows if row.stop - row.start == 1)
+        with self._lock:
+            if not stretches:
+                self._decode.add(sequences, kv_tokens, seconds)
+                return
+            if sequences:
+                decode = self._decode.cost()
+                beside_s = decode.sequence_s * sequences + decode.kv_token_s * kv_tokens
+                seconds = max(seconds - beside_s, PREFILL_SHARE_MIN * seconds)
+            self._prefill.add(stretches, seconds)
+
+    @contextmanager
+    def waiting(self, prompt: HashedPrompt) -> Iterator[None]:
+        """The prompt waits for blocks as long as the scope lasts."""
+        waiter = object()
+        self._coming[waiter] = (0, len(prompt.token_ids))
+        try:
+            yield
+        finally:
+            del self._coming[waiter]
+
+    def hold(self, admission: Admission) -> None:
+        """The prompt has its blocks, so many of them valid, and will run."""
+        num_valid = admission.num_valid_blocks * admission.prompt.block_tokens
+        self._coming[admission.key] = (num_valid, len(admission.prompt.token_ids))
+
+    def drop(self, admission: Admission) -> None:
+        """It runs now, or never will. Idempotent."""
+        self._coming.pop(admission.key, None)
+
+    def running(self, runs: Iterable[Run]) -> None:
+        """These run now. The step thread's to call."""
+        self._running = tuple(run.part for run in runs)
+
+    def read(self) -> WorkAhead:
+        """As known now."""
+        with self._lock:
+            prefill, decode = self._prefill.cost(), self._decode.cost()
+        queue_s = 0.0
+        for start, end in (*self._running, *self._coming.values()):
+            if end > start + 1:
+                chunks = -(-(end - start) // self._chunk_tokens)
+                queue_s += float(prefill.seconds(start, end)) + (chunks - 1) * prefill.base_s
+        return WorkAhead(queue_s, prefill, decode)

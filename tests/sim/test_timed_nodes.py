@@ -1,0 +1,53 @@
+"""A worker says how fast each store node delivered to it, by shared memory and over gRPC apart."""
+
+import asyncio
+
+from simulated_engine import LAYOUT
+from simulated_nodes import FaultRates
+from simulated_world import World, answer_of
+from virtual_loop import run_virtual
+
+from headrace.core.block import CacheSource
+from headrace.core.limits import WORKER_LINKS_MAX
+from headrace.core.members import WorkerRole
+from headrace.decode.decode_tokens import decode_tokens
+from headrace.transfer.timed_nodes import LinkTimes
+
+TOKENS = [7, 1, 4, 9, 2, 2, 8, 5, 3, 3, 1, 6, 9]  # three blocks and one token
+
+
+def test_what_was_loaded_is_measured_per_node_and_way():
+    """Fails when the two ways to one node are mixed up, or a load is not measured at all."""
+
+    async def main(clock):
+        world = World(clock, rates=FaultRates(delay_s=0.1))
+        first = await world.add_worker("decode-a", WorkerRole.DECODE)
+        beside = await world.add_worker("other-a", WorkerRole.DECODE)
+        far = await world.add_worker("decode-b", WorkerRole.DECODE)
+        for worker, hints in ((first, ()), (beside, ()), (far, ("a",))):
+            request = world.request(TOKENS)
+            await answer_of(decode_tokens(world.decode_call(worker, request, hint_nodes=hints), worker))
+            await asyncio.sleep(1)
+        assert first.record().links == ()
+        (near_link,) = beside.record().links
+        (far_link,) = far.record().links
+        assert (near_link.node_id, near_link.via) == ("a", CacheSource.SHARED_MEMORY)
+        assert (far_link.node_id, far_link.via) == ("a", CacheSource.GRPC)
+        seconds = far_link.round_trip_s + 3 * LAYOUT.block_bytes / far_link.bytes_per_s
+        assert 0.01 < seconds < 1, "the delays on the way are what was measured"
+        await world.stop()
+        await asyncio.sleep(60)
+        world.check_at_rest()
+
+    run_virtual(main, seed=1)
+
+
+def test_only_the_links_used_last_are_remembered():
+    """Fails when a worker that has seen many nodes announces all of them, or forgets one that it uses."""
+    times = LinkTimes()
+    for number in range(2 * WORKER_LINKS_MAX):
+        times.add("always", CacheSource.GRPC, num_bytes=1_000, seconds=0.1)
+        times.add(f"node-{number}", CacheSource.GRPC, num_bytes=1_000, seconds=0.1)
+    names = [link.node_id for link in times.links()]
+    assert len(names) == WORKER_LINKS_MAX
+    assert names[-2:] == ["always", f"node-{2 * WORKER_LINKS_MAX - 1}"]
