@@ -114,7 +114,7 @@ def _print_copies(copies: Sequence[BlockEntry], *, with_text: bool) -> None:
         print_table(["header ", " "], [[name, value] for name, value in fields.items()])
 
 
-@click.command("why-miss")
+@click.command("why-miss", short_help="Say why a prompt is not (all) in the cache.")
 @click.argument("prompt", required=False)
 @click.option("--token-ids", type=TokenIds(), default=None, help="The prompt as token ids: 1,2,3.")
 @click.option("--chat", is_flag=True, help="PROMPT is one user message, put through the model's chat template.")
@@ -138,7 +138,7 @@ def why_miss(
     address: str,
     as_json: bool,
 ) -> None:
-    """Say why a prompt is not (all) in the cache, as of now.
+    """Say why a prompt is not (all) in the cache now, or was not when a request came.
 
     Never stored; evicted, when, by whom and why; its holder is gone; another namespace has it and which field differs;
     too short for one block; or the index and a node disagree.

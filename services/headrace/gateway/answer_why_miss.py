@@ -12,7 +12,7 @@ from headrace.core.generation import EvictSelector
 from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.gateway.admin_scope import AdminScope
-from headrace.gateway.explain_miss import HolderAnswer, MissEvidence, RemovedBlock, explain_miss
+from headrace.gateway.explain_miss import HolderAnswer, MissEvidence, RemovedBlock, ServedRequest, explain_miss
 from headrace.gateway.recent_prompts import RecentPrompt
 from headrace.gateway.service import GatewayService, hash_for
 from headrace.gateway.tokenize_prompt import tokenize_prompt
@@ -66,6 +66,9 @@ async def answer_why_miss(
         gone_s={h: (now_ms - seen) / 1_000 for h, seen in service.seen_holders.gone(live).items()},
         elsewhere=elsewhere,
         live=[worker.namespace for worker in service.table.records()],
+        served=None
+        if recent.cached_tokens is None
+        else ServedRequest(recent.cached_tokens, max(0.0, (now_ms - recent.came_unix_ms) / 1_000)),
     )
     return _render(evidence, recent, errors)
 

@@ -10,6 +10,7 @@ from headrace.core.block import Chain, Namespace, NamespaceId
 class MissKind(StrEnum):
     """Why. The first that fits is told first; several can be true at once."""
 
+    AS_SERVED = "as_served"
     HIT = "hit"
     TOO_SHORT = "too_short"
     EVICTED = "evicted"
@@ -50,6 +51,14 @@ class HolderAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request that is explained after it was served: what it missed, it has stored since."""
+
+    cached_tokens: int
+    ago_s: float  # it came
+
+
+@dataclass(frozen=True, slots=True)
 class MissEvidence:
     """Everything that is known about one prompt's blocks."""
 
@@ -61,15 +70,44 @@ class MissEvidence:
     gone_s: Mapping[str, float]  # holders that were there, and how long ago
     elsewhere: Mapping[NamespaceId, NamespaceId]  # other namespaces with the first missing tokens, to their base
     live: Sequence[Namespace]  # of live workers
+    served: ServedRequest | None = None
 
 
 def explain_miss(evidence: MissEvidence) -> list[MissReason]:
-    """Reasons, most telling first; exactly one when all of it is there or it is too short."""
+    """Reasons as of now, most telling first; exactly one when all of it is there or it is too short. Of a request that
+    was served, what is known of that moment comes before them."""
+    return [*_as_served(evidence), *_as_of_now(evidence)]
+
+
+def _as_served(evidence: MissEvidence) -> Iterator[MissReason]:
+    """What was cached when the request came, and which of the blocks that it missed had left before."""
+    served = evidence.served
+    if served is None or not evidence.chain:
+        return
+    told = f"when it came, {served.ago_s:.0f} s ago, {served.cached_tokens} of {evidence.num_tokens} tokens were cached"
+    yield MissReason(MissKind.AS_SERVED, f"{told}; it has stored the others since, and the rest is as of now")
+    cached_blocks = served.cached_tokens // evidence.namespace.layout.block_tokens
+    here_again = range(cached_blocks, _best(evidence))
+    for holder, answer in evidence.answers.items():
+        for run in _runs(
+            [each for each in answer.removed if each.position in here_again and each.ago_s > served.ago_s]
+        ):
+            before_s = min(each.ago_s for each in run) - served.ago_s
+            detail = f"{run[0].reason}, {before_s:.0f} s before it came; stored again since"
+            yield MissReason(MissKind.EVICTED, detail, holder, run[0].position, len(run))
+
+
+def _best(evidence: MissEvidence) -> int:
+    """Leading blocks that somebody has."""
+    return max((answer.held_blocks for answer in evidence.answers.values()), default=0)
+
+
+def _as_of_now(evidence: MissEvidence) -> list[MissReason]:
     block_tokens = evidence.namespace.layout.block_tokens
     if not evidence.chain:
         tokens = f"{evidence.num_tokens} tokens are less than one block of {block_tokens}; only full blocks are kept"
         return [MissReason(MissKind.TOO_SHORT, tokens)]
-    best = max((answer.held_blocks for answer in evidence.answers.values()), default=0)
+    best = _best(evidence)
     missing = len(evidence.chain) - best
     found = [*_index_reasons(evidence)]
     if missing == 0:
@@ -86,12 +124,17 @@ def explain_miss(evidence: MissEvidence) -> list[MissReason]:
 def _evicted(evidence: MissEvidence, best: int) -> Iterator[MissReason]:
     """Removals of what is missing now, one reason for each run of blocks that left a holder for the same cause."""
     for holder, answer in evidence.answers.items():
-        removed = [each for each in answer.removed if each.position >= best]
-        while removed:
-            run = [each for each in removed if each.reason == removed[0].reason]
-            removed = [each for each in removed if each.reason != run[0].reason]
+        for run in _runs([each for each in answer.removed if each.position >= best]):
             detail = f"{run[0].reason}, {min(each.ago_s for each in run):.0f} s ago"
             yield MissReason(MissKind.EVICTED, detail, holder, run[0].position, len(run))
+
+
+def _runs(removed: Sequence[RemovedBlock]) -> list[list[RemovedBlock]]:
+    """Removals by their cause, in the order in which each cause comes first."""
+    by_reason: dict[str, list[RemovedBlock]] = {}
+    for each in removed:
+        by_reason.setdefault(each.reason, []).append(each)
+    return list(by_reason.values())
 
 
 def _index_reasons(evidence: MissEvidence) -> Iterator[MissReason]:

@@ -1,7 +1,7 @@
 """What a gateway remembers for explanations, in bounds: the prompts of its last requests, and holders it has seen."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from headrace.core.block import HashedPrompt
@@ -11,11 +11,13 @@ from headrace.core.limits import HOLDERS_REMEMBERED, RECENT_PROMPT_TOKENS_MAX, R
 
 @dataclass(frozen=True, slots=True)
 class RecentPrompt:
-    """One request's prompt as it was looked up."""
+    """One request's prompt as it was looked up, and, once it was served, how much of it was cached then."""
 
     model: str
     trust_group: str
     prompt: HashedPrompt
+    came_unix_ms: int = 0
+    cached_tokens: int | None = None  # None: it was not served to its end yet
 
 
 class RecentPrompts:
@@ -36,6 +38,11 @@ class RecentPrompts:
         while len(self._prompts) > self._prompts_max or self._num_tokens > self._tokens_max:
             oldest = next(iter(self._prompts))
             self._num_tokens -= len(self._prompts.pop(oldest).prompt.token_ids)
+
+    def served(self, request_id: RequestId, *, cached_tokens: int) -> None:
+        """A request was served to its end; nothing for one that is not remembered."""
+        if request_id in self._prompts:
+            self._prompts[request_id] = replace(self._prompts[request_id], cached_tokens=cached_tokens)
 
     def latest(self, prompts_max: int) -> list[RecentPrompt]:
         """The requests that came last, newest first."""

@@ -31,7 +31,14 @@ from headrace.gateway.authenticate import authenticate
 from headrace.gateway.measured_rate import PrefillRate, TimedWorkerCalls
 from headrace.gateway.planner import RoutePlanner
 from headrace.gateway.recent_prompts import RecentPrompt, RecentPrompts, SeenHolders
-from headrace.gateway.route_request import ChoiceEvent, ChoiceToken, RouteObserver, Router, route_request
+from headrace.gateway.route_request import (
+    ChoiceEvent,
+    ChoiceFinished,
+    ChoiceToken,
+    RouteObserver,
+    Router,
+    route_request,
+)
 from headrace.gateway.tenants_file import TenantsFile
 from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
 from headrace.gateway.worker_table import ServedModel, WorkerTable
@@ -209,6 +216,9 @@ class GatewayService:
                         if waiting and isinstance(event, ChoiceToken):
                             waiting = False
                             self._observer.first_token(self.clock.now_s() - accepted_s)
+                        if isinstance(event, ChoiceFinished) and event.choice == 0:
+                            cached_tokens = event.finished.usage.cached.total
+                            self.recent_prompts.served(requests[0].request_id, cached_tokens=cached_tokens)
                         yield event
             except WorkerUnavailable:
                 self._refresh_now.set()
@@ -238,7 +248,8 @@ class GatewayService:
         sampling = settle_sampling(request.sampling, prompt_tokens=len(token_ids), tokens_max=served.tokens_max)
         prompt = hash_for(served.namespace, token_ids, cache_salt=request.cache_salt, trust_group=tenant.trust_group)
         request_id = RequestId(secrets.token_hex(12))
-        self.recent_prompts.add(request_id, RecentPrompt(served.name, tenant.trust_group, prompt))
+        recent = RecentPrompt(served.name, tenant.trust_group, prompt, came_unix_ms=self.clock.unix_ms())
+        self.recent_prompts.add(request_id, recent)
         return [
             GenerateRequest(
                 request_id=request_id,

@@ -53,7 +53,7 @@ class NodeAdmin(pb_grpc.NodeAdminServicer):
         self._want_registration = want_registration
 
     async def Explain(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        """How much of a chain is here, and what is remembered of the blocks that are not."""
+        """How much of a chain is here, and what is remembered of blocks that left, also of those that are here again."""
         return await answer(context, self._explain(request))
 
     async def ReadBlock(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -113,7 +113,7 @@ class NodeAdmin(pb_grpc.NodeAdminServicer):
         reply = pb.ExplainReply(
             held_blocks=self._node.lookup(namespace, chain), remembers_since_unix_ms=self._removals.since_unix_ms
         )
-        for position in range(reply.held_blocks, len(chain)):
+        for position in range(len(chain)):
             removal = self._removals.find(namespace, chain[position])
             if removal is not None:
                 reply.removals.add(position=position, reason=removal.reason, unix_ms=removal.unix_ms)

@@ -1,6 +1,7 @@
 """The store node's memory of what left it, when and why: bounded, in order, forgotten when the process ends.
 
-A follower of the node's changes. A block that is stored again is not missing any more, so its removal is forgotten.
+A follower of the node's changes. Of each block the last removal is known, also when the block was stored again: that is
+how a request is explained which missed, and stored what it missed.
 """
 
 from collections.abc import Iterator
@@ -46,7 +47,6 @@ class RemovalLog:
 
     def added(self, header: BlockHeader) -> None:
         """As BlockChanges.added."""
-        self._removals.pop((header.namespace, header.block_hash), None)
 
     def removed(self, namespace: NamespaceId, block_hash: BlockHash) -> None:
         """As BlockChanges.removed."""
@@ -57,7 +57,7 @@ class RemovalLog:
             self._since_unix_ms = self._removals.pop(oldest).unix_ms
 
     def find(self, namespace: NamespaceId, block_hash: BlockHash) -> RememberedRemoval | None:
-        """When and why that block left; None when it did not, or longer ago than is remembered."""
+        """When and why that block left last; None when it did not, or longer ago than is remembered."""
         return self._removals.get((namespace, block_hash))
 
     @contextmanager

@@ -148,6 +148,24 @@ async def test_a_request_is_explained_by_its_id_as_it_was_looked_up(model_path):
             await ask(admin)
 
 
+async def test_a_request_that_has_stored_what_it_missed_is_explained_as_it_came(model_path):
+    """Fails when a request that missed is told that everything is there, and not why it was not when it came."""
+    async with admin_over(model_path, "n0") as admin:
+        store_text(admin.kits["n0"], TEXT)
+        await admin.evict()
+        request = ClientRequest(model="tiny", prompt=TextPrompt(TEXT), sampling=SamplingOptions(max_tokens=1))
+        events = [event async for event in admin.gateway.service.generate(request, EVERYBODY)]
+        store_text(admin.kits["n0"], TEXT)  # as the worker that computed it does
+        reply = await ask(admin, request_id=events[0].request_id)
+        assert kinds(reply)[:3] == ["as_served", "evicted", "hit"]
+        served, evicted = reply.reasons[:2]
+        assert f"0 of {len(TEXT)} tokens were cached" in served.detail
+        assert (evicted.holder, evicted.first_block, evicted.num_blocks) == ("node:n0", 0, len(TEXT) // 4)
+        assert "evicted by operator default" in evicted.detail
+        assert "before it came; stored again since" in evicted.detail
+        assert kinds(await ask(admin, text=TEXT))[0] == "hit"
+
+
 def test_remembered_prompts_are_bounded_by_number_and_by_tokens():
     """Fails when prompts of a busy gateway grow without end."""
     recent = RecentPrompts(prompts_max=2, tokens_max=10)
