@@ -19,7 +19,7 @@ from headrace.store.announce_node import announce_node
 from headrace.store.register_blocks import PendingChanges, register_blocks
 
 B = LAYOUT.block_tokens
-SLOTS = 24
+SLOTS = 16
 BLOCKS = 2  # of one prompt
 PROMPTS = 3 * SLOTS // BLOCKS
 REQUESTS_OF_A_QUARTER = 500

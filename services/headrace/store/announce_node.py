@@ -6,6 +6,7 @@ from collections.abc import Callable
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import (
+    INDEX_REREGISTER_BLOCKS_PER_S,
     INDEX_REREGISTER_MS,
     INDEX_SWEEP_ENTRIES,
     INDEX_SWEEP_MS,
@@ -27,8 +28,9 @@ async def announce_node(
     reregister_ms: int = INDEX_REREGISTER_MS,
 ) -> None:
     """Refresh the node's record until cancelled. A record that did not stand means that Redis lost it and perhaps all
-    entries with it (or that it is the first): the inventory is registered again. So it is every `reregister_ms`, since
-    a Redis that is short of memory evicts entries and tells nobody. Sweeps every INDEX_SWEEP_MS."""
+    entries with it (or that it is the first): the inventory is registered again. So it is every `reregister_ms`, or
+    less often when it is large, since a Redis that is short of memory evicts entries and tells nobody. Sweeps every
+    INDEX_SWEEP_MS."""
     sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000
     reregister_at_s = clock.now_s() + reregister_ms / 1_000
     while True:
@@ -36,7 +38,8 @@ async def announce_node(
             if await membership.announce(record(), ttl_ms=MEMBER_TTL_MS):
                 changes.want_restart()
             if clock.now_s() >= reregister_at_s:
-                reregister_at_s = clock.now_s() + reregister_ms / 1_000
+                paced_s = changes.inventory_blocks / INDEX_REREGISTER_BLOCKS_PER_S
+                reregister_at_s = clock.now_s() + max(reregister_ms / 1_000, paced_s)
                 changes.want_restart()
             if clock.now_s() >= sweep_at_s:
                 sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000

@@ -81,6 +81,7 @@ class PendingChanges:
         self._inventory: deque[Change] = deque()  # sent before `_changes`; bounded by what the node holds
         self._changes: deque[Change] = deque()
         self._something = asyncio.Event()
+        self.inventory_blocks = 0  # registered by the last restart
         self.restart_wanted = False
         self.overflowed = False  # removals were dropped: the index may name blocks that are gone
 
@@ -105,6 +106,7 @@ class PendingChanges:
         removals = [change for change in (*self._inventory, *self._changes) if not change.is_added]
         self._inventory = deque([*removals, *(Change(True, *key) for key in inventory)])
         self._changes.clear()
+        self.inventory_blocks = len(inventory)
         self.restart_wanted = self.overflowed = False
         self._something.set()
 
