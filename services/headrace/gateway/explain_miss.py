@@ -85,7 +85,7 @@ def _as_served(evidence: MissEvidence) -> Iterator[MissReason]:
     if served is None or not evidence.chain:
         return
     told = f"when it came, {served.ago_s:.0f} s ago, {served.cached_tokens} of {evidence.num_tokens} tokens were cached"
-    yield MissReason(MissKind.AS_SERVED, f"{told}; it has stored the others since, and the rest is as of now")
+    yield MissReason(MissKind.AS_SERVED, f"{told}; what follows is as of now")
     cached_blocks = served.cached_tokens // evidence.namespace.layout.block_tokens
     here_again = range(cached_blocks, _best(evidence))
     for holder, answer in evidence.answers.items():
