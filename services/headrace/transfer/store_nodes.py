@@ -6,7 +6,7 @@ incarnation is a new node. What is done with a node is the callers' business.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -51,9 +51,7 @@ class StoreNodeTable:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-            with suppress(TimeoutError):  # what is left ends by its own time
-                async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
-                    await self._end_lost_claims()
+            await _settle(self._end_lost_claims())
         for node in self._node_id_to_node.values():
             node.close()
         self._node_id_to_node.clear()
@@ -84,6 +82,7 @@ class StoreNodeTable:
         addresses = {record.address for record in records}
         for node_id, node in before.items():
             if after.get(node_id) is not node:
+                await _settle(node.end_lost_claims())  # the same process, perhaps, that only says something new
                 node.close()
                 if node.record.address not in addresses:
                     await self._channels.drop(node.record.address)
@@ -137,6 +136,13 @@ class StoreNodeTable:
         async with asyncio.TaskGroup() as calls:
             for node in self._node_id_to_node.values():
                 calls.create_task(node.end_lost_claims())
+
+
+async def _settle(ending: Awaitable[None]) -> None:
+    """Last try to end lost claims; what is left then ends by its own time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
+            await ending
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from store_calls_kit import CLOCK, deadline, publish
@@ -136,6 +137,30 @@ async def test_stopping_a_worker_gives_back_what_its_calls_lost(nodes) -> None:
             await asyncio.wait([release])
             assert service.node.stat().leased_blocks == 4
         assert service.node.stat().leased_blocks == 0
+
+
+async def test_a_node_that_says_something_new_is_told_of_what_was_lost_before(nodes) -> None:
+    """Fails when the adapters of a node's earlier record take their lost claims along: a node whose index was away for
+    long takes a new incarnation without a restart."""
+    async with nodes.inside() as service:
+        await publish(nodes.grpc(service.record), PROMPT, range(4))
+        membership = MemoryMembership(CLOCK)
+        await membership.announce(service.record, ttl_ms=600_000)
+        table = StoreNodeTable(
+            host=service.record.host, membership=membership, clock=CLOCK, report_fault=lambda fault: None
+        )
+        await table.refresh()  # not started: nobody ends lost claims but the refresh below
+        source = table.local()
+
+        async def lease() -> None:
+            held = await source.lease_prefix(PROMPT.namespace, PROMPT.chain, first_block=0, deadline=deadline())
+            await source.release(held)
+
+        await cut_at_every_moment(lease)
+        await membership.announce(replace(service.record, incarnation=service.record.incarnation + 1), ttl_ms=600_000)
+        await table.refresh()
+        await until(lambda: service.node.stat().leased_blocks == 0, within_s=2)
+        await table.stop()
 
 
 async def test_a_claim_that_was_ended_before_it_arrives_is_not_made(nodes) -> None:
