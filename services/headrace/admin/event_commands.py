@@ -41,6 +41,8 @@ def events(*, endpoint: str, replay_endpoint: str, topic: str, count: int | None
         _print_events(islice(following, count), as_json=as_json)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        return  # how following ends
 
 
 def _print_events(seen: "Iterable[SeenEvent]", *, as_json: bool) -> None:
