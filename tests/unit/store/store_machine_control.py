@@ -11,7 +11,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from known_blocks import ACCOUNT_TO_NAMESPACE, BLOCKS, CHAINS, Key, KnownBlock
-from store_machine import ANY, POSITION, RETENTION, StoreMachine, step
+from store_machine import ANY, step
+from store_machine_claims import POSITION, RETENTION, ClaimsMachine
 from store_model import ancestry
 
 from headrace.blocks.host_arena import UNIT_BYTES
@@ -20,18 +21,20 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.generation import ControlOutcome, ControlReport, EvictSelector
 from headrace.core.limits import PROTECTED_SHARE_MAX
 from headrace.core.retention import NO_END_UNIX_MS, Retention
+from headrace.store.budgets_file import BudgetsFile
 
 ACCOUNT = st.sampled_from(sorted(ACCOUNT_TO_NAMESPACE))
-WAYS_TO_NAME = st.sampled_from([4, 5, 6, 7])  # of `StoreMachine.selector`
+WAYS_TO_NAME = st.sampled_from([4, 5, 6, 7])  # of `ClaimsMachine.selector`
 PIN_SHARE = 0.5
 
 
-class ControlMachine(StoreMachine):
+class ControlMachine(ClaimsMachine):
     """One node and its operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.budgets: dict[str, Budget] = {}
+        self.table_before: dict[str, Budget] = {}  # the call in progress; what its file may still say after a death
         self.bytes_allowed: dict[str, int] = {}  # quota, or what an account had when that was lowered
         self.orders = 0
 
@@ -105,7 +108,7 @@ class ControlMachine(StoreMachine):
         """What will go of a node whose only tier is the arena."""
         self.check_report(report, family & self.model.visible())
 
-    @rule(lines=st.integers(1, 30), pick=ANY, what=st.integers(0, 7), position=POSITION, retention=RETENTION)
+    @rule(lines=st.integers(1, 30), pick=ANY, what=st.integers(0, 8), position=POSITION, retention=RETENTION)
     def die_in(self, lines: int, pick: int, what: int, position: int, retention: Retention) -> None:
         """Killed in the middle of a call that changes what outlives the process."""
         self.died_after = lines
@@ -121,6 +124,11 @@ class ControlMachine(StoreMachine):
             self.lease(pick, 0, retention)
         elif what == 5:
             self.release(pick, 1)
+        elif what < 8:
+            self.died_after = 0
+            self.reserve(pick % len(CHAINS), 0, 1 + position, retention)
+            self.died_after = lines
+            self.finish_write(0, "well")
         else:
             self.do_store(CHAINS[pick % len(CHAINS)], 1 + position, retention)
 
@@ -149,11 +157,22 @@ class ControlMachine(StoreMachine):
         except InvalidRequest:
             assert refused
             return
-        self.budgets = table
-        self.bytes_allowed = {name: self.account_bytes(name) for name in self.budgets}
+        before, self.budgets = self.budgets, table
+        self.bytes_allowed = {name: self.account_bytes(name) for name in table}
+        if self.arena.path is not None:
+            self.table_before = before
+            with self.call():
+                BudgetsFile(self.arena.path).write(tuple(table.values()))
+        self.table_before = table
 
     def took_over(self) -> None:
+        """As the service does at its start. Without a file, gateways tell the new process."""
+        if self.arena.path is not None:
+            found = {row.account: row for row in BudgetsFile(self.arena.path).read()}
+            assert found in (self.table_before, self.budgets), "a table was found that nobody set"
+            self.budgets = self.table_before = found
         self.node.room.set_budgets(self.budgets.values())
+        self.bytes_allowed = {name: self.account_bytes(name) for name in self.budgets}
 
     def account_of(self, key: Key) -> str:
         """The account whose row counts for a block: "" where its own has none."""

@@ -20,6 +20,7 @@ from headrace.blocks.block_codec import decode_header
 from headrace.blocks.disk_tier import DiskRecord, DiskTier, open_disk, record_bytes
 from headrace.blocks.host_arena import UNIT_BYTES, HostArena, SlotTerms
 from headrace.core.block import Tier, payload_digest
+from headrace.core.budgets import Budget
 from headrace.core.errors import BlockCorrupt
 from headrace.core.eviction import PolicyName
 from headrace.core.generation import ControlReport, EvictReport, EvictSelector
@@ -41,16 +42,19 @@ class DiskMachine(ControlMachine):
         self.tier: DiskTier | None = None
         self.on_disk: set[Key] = set()  # as the node's books had it when last looked at
         self.written: dict[Key, DiskRecord] = {}  # of those, where; what is not in here waits
+        self.durable: dict[Key, DiskRecord] = {}  # what a death must not lose
         self.may_return: set[Key] = set()  # gone, and not marked on disk yet
         self.rotten: set[tuple[int, int]] = set()  # records (segment, offset) that a test broke
         self.moved_broken: set[Key] = set()  # broken in memory, which nobody saw before they were moved to the disk
         self.writing: DiskRecord | None = None
+        self.budgets_seen: dict[str, Budget] = {}  # when quotas were last looked at
+        self.disk_bytes_allowed: dict[str, int] = {}  # what each account had then
 
     @initialize(units=st.integers(3, 6), policy=st.sampled_from(PolicyName), segment=st.sampled_from([1, 2, 2, 3, 12]))
     def start(self, units: int, policy: PolicyName, segment: int) -> None:
         """Below 12, a segment does not take the largest block: then that is never kept."""
         self.policy = policy
-        self.directory = Path(tempfile.mkdtemp(prefix="store-machine-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="store-machine-", dir="/dev/shm"))
         self.bytes_max = SEGMENTS * segment * (SMALLEST + 32)
         self.arena = HostArena.in_memory((units + 2) * UNIT_BYTES)
         self.tier = open_disk(self.directory / "n1.disk", self.bytes_max, segments=SEGMENTS)
@@ -104,7 +108,7 @@ class DiskMachine(ControlMachine):
     def what_must_survive(self) -> tuple[set[Key], set[Key]]:
         arena, blocks = self.model.visible(), self.model.blocks
         in_arena = {key for key in arena if not any(blocks[each].is_broken for each in ancestry(key))}
-        whole = {key for key, record in self.written.items() if (record.segment, record.offset) not in self.rotten}
+        whole = {key for key, record in self.durable.items() if (record.segment, record.offset) not in self.rotten}
         lost = self.may_lose_in_step | self.effects.may_lose
         least = {
             key
@@ -119,6 +123,8 @@ class DiskMachine(ControlMachine):
         """Look at the books of the disk."""
         self.on_disk = {block.key for block in self.node.disk}
         self.written = {block.key: block.record for block in self.node.disk if block.record is not None}
+        rewritten = {key: record for key, record in self.durable.items() if key in self.on_disk}
+        self.durable = rewritten | self.written  # one that is written anew is safe where it was until then
 
     # What comes to the disk and what leaves it
 
@@ -133,7 +139,7 @@ class DiskMachine(ControlMachine):
         for key in lost - {below for below in lost if lost & set(ancestry(below)[1:])}:  # the rest lost their prefix
             assert key not in unbounded or not self.has_place(key), "a block that made room was not kept"
         assert self.on_disk - before <= gone & unbounded, "a block came to the disk that nobody moved there"
-        assert not self.on_disk & (gone - unbounded), "a block is on disk that may not be there"
+        assert not self.on_disk & (gone & was_visible - unbounded), "a block is on disk that may not be there"
         self.check_lost(before, allowed=lost)
         return gone
 
@@ -170,6 +176,7 @@ class DiskMachine(ControlMachine):
         for row in (host, disk):
             assert row.free_blocks + row.committed_blocks + row.reserved_blocks == row.total_blocks
         assert disk.committed_blocks == len(self.written)
+        self.check_disk_quotas()
         assert self.on_disk <= before, "a block came to the disk that nobody moved there"
         self.check_lost(before, allowed=self.may_lose_in_step)
         if self.node.disk.is_settled:
@@ -220,6 +227,8 @@ class DiskMachine(ControlMachine):
                     self.tier.write(job.record, job.header_bytes, job.payload)
                 disk.written(job, well=well)
         self.writing = None
+        if full:
+            self.durable = {}  # the oldest segment may have been given up
 
     @rule(pick=ANY, first=st.integers(0, 3), then_lease=st.booleans(), lines=st.sampled_from([0, 0, 0, 5, 15, 40]))
     @step
@@ -308,6 +317,23 @@ class DiskMachine(ControlMachine):
     def check_order(self, report: ControlReport, family: set[Key]) -> None:
         assert report.blocks >= len(family & self.model.visible())
 
+    def check_disk_quotas(self) -> None:
+        """No account comes to have more on disk than its quota."""
+        has = dict.fromkeys(self.budgets, 0)
+        if self.budgets != self.budgets_seen:
+            self.budgets_seen, self.disk_bytes_allowed = self.budgets, {}
+        for block in self.node.disk:
+            if (account := self.account_of(block.key)) in has:
+                has[account] += block.total_bytes
+        for account, num_bytes in has.items():
+            quota, allowed = self.bounds(account)[0], self.disk_bytes_allowed.get(account, num_bytes)
+            assert quota is None or num_bytes <= max(quota, allowed), "an account grew beyond its quota on disk"
+        self.disk_bytes_allowed = has
+
+    def took_over(self) -> None:
+        super().took_over()
+        self.disk_bytes_allowed = {}  # what was found is kept, whatever the quotas say now
+
     def check_records(self) -> None:
         """What is on disk can be read there."""
         assert self.tier.used_bytes <= self.bytes_max
@@ -330,7 +356,7 @@ class DiskMachine(ControlMachine):
         while not self.node.disk.is_settled:
             self.do_write()
         assert len(self.node.disk) == 0
-        self.may_return, self.on_disk, self.written = set(), set(), {}
+        self.may_return, self.on_disk, self.written, self.durable = set(), set(), {}, {}
         self.recover_after_death()
         assert self.node.inventory() == [], "an evicted block came back after a restart"
 
