@@ -26,6 +26,7 @@ class Baseline:
     def __init__(self, fleet: SimulatedFleet) -> None:
         self.fleet = fleet
         self.workers = np.array(fleet.model.prefillers)
+        self._decoders = np.array(fleet.model.decoders)
         self._ids = np.random.default_rng(1).integers(0, 2**63, len(self.workers), dtype=np.uint64)
 
     def choose(self, request: SimulatedRequest, matched: np.ndarray) -> int:
@@ -43,8 +44,7 @@ class Baseline:
         work_s = float(model.prefill.seconds(own, start)) + float(model.prefill.seconds(end, request.input_tokens))
         if model.mixed_workers:
             return RoutePlan(worker, worker, work_s, start, end, source)
-        decoders = np.array(model.decoders)
-        decode = int(decoders[fleet.decode_tokens[decoders].argmin()])
+        decode = int(self._decoders[fleet.decode_tokens[self._decoders].argmin()])
         return RoutePlan(worker, decode, work_s, start, end, source)
 
     def _fetch(self, request: SimulatedRequest, worker: int, own: int) -> tuple[int, int, int]:
@@ -173,7 +173,7 @@ class LlmD(Baseline):
         queue = fleet.prefills[self.workers].astype(float)
         spread = queue.max() - queue.min()
         queue_score = (queue.max() - queue) / spread if spread > 0 else np.ones_like(queue)
-        kv_free = 1.0 - np.array([fleet.memory_use(int(w)) for w in self.workers])
+        kv_free = 1.0 - np.array([fleet.memory_use(worker) for worker in fleet.model.prefillers])
         return int((3 * prefix + 2 * kv_free + 2 * queue_score).argmax())
 
 
@@ -252,14 +252,9 @@ class Preble(Baseline):
             self._load_s[old.index] -= old.work_s
         depths = self._trees.depths(request.chain, len(self.workers)) * fleet.block_tokens
         best = int(depths.max())
-        evictions_s = np.array(
-            [
-                float(cost.seconds(0, request.input_tokens - best))
-                if fleet.cached_tokens(int(w)) + request.input_tokens - best > fleet.model.device_tokens
-                else 0.0
-                for w in self.workers
-            ]
-        )
+        missing = request.input_tokens - best
+        cached = np.array([fleet.cached_tokens(worker) for worker in fleet.model.prefillers])
+        evictions_s = float(cost.seconds(0, missing)) * (cached + missing > fleet.model.device_tokens)
         total_s = self._load_s + evictions_s
         if best > request.input_tokens - best:
             holders = np.flatnonzero(depths == best)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.core.step_costs import DecodeCost
-from headrace.simulate.worker_memory import WorkerMemory
+from headrace.simulate.worker_memory import DeviceMemory
 
 if TYPE_CHECKING:
     from headrace.simulate.simulated_fleet import Outcome, SimulatedFleet
@@ -30,7 +30,7 @@ class _Sequence:
 class DecodeBatch:
     """The sequences of one worker."""
 
-    def __init__(self, fleet: "SimulatedFleet", worker: int, cost: DecodeCost, memory: WorkerMemory) -> None:
+    def __init__(self, fleet: "SimulatedFleet", worker: int, cost: DecodeCost, memory: DeviceMemory) -> None:
         self._fleet = fleet
         self._worker = worker
         self._cost = cost

@@ -123,17 +123,15 @@ class HeadracePolicy:
         decode = int(decoders[fleet.decode_tokens[decoders].argmin()])
         hand_off_s = model.network.round_trip_s + fleet.block_tokens * model.kv_token_bytes / model.network.bytes_per_s
         best: tuple[float, int, float] | None = None
-        for candidate in decoders:
+        for candidate in decoders[request.input_tokens - depth[decoders] <= LOCAL_PREFILL_TOKENS].tolist():
             own = min(int(depth[candidate]), request.input_tokens - 1)
-            if request.input_tokens - own > LOCAL_PREFILL_TOKENS:
-                continue
             if fleet.memory_use(candidate) >= LOCAL_PREFILL_MEMORY_MAX:
                 continue
             work_s = float(model.prefill.seconds(own, request.input_tokens))
             steps_s = (1 + (request.input_tokens - own) // 512) * fleet.step_s(candidate)
             local_s = queue_s[candidate] + work_s + steps_s + INTERFERENCE * fleet.decodes[candidate] * work_s
             if local_s < placed.cost_s + hand_off_s and (best is None or local_s < best[0]):
-                best = (local_s, int(candidate), work_s)
+                best = (local_s, candidate, work_s)
         return (decode, None) if best is None else (best[1], best[2])
 
 

@@ -18,16 +18,14 @@ import numpy as np
 
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.prefix_map import PrefixMap
+from headrace.core.queue_order import AGEING_PER_S
 from headrace.simulate.batch_fluid import DecodeBatch
 from headrace.simulate.cluster_model import ClusterModel
-from headrace.simulate.worker_memory import WorkerMemory
+from headrace.simulate.worker_memory import DeviceMemory, HostMemory
 
 # A chain whose leading part of this share is on a peer is continued there, where hosts keep chains together: a copy of
 # that part would cost more room than sending the rest costs time.
 KEEP_TOGETHER_SHARE = 0.25
-
-# A waiting prompt's remaining work counts less by this much for each second that it waits: no prompt waits for ever.
-AGEING_PER_S = 0.5
 
 
 class QueueOrder(StrEnum):
@@ -90,8 +88,8 @@ class _Job:
 class _Worker:
     """One worker's prefill side."""
 
-    memory: WorkerMemory
-    waiting: list[_Job] = field(default_factory=list)
+    memory: DeviceMemory
+    waiting: list[tuple[float, int, _Job]] = field(default_factory=list)  # a heap: the least goes first
     running: _Job | None = None
     batch: DecodeBatch | None = None
 
@@ -132,15 +130,11 @@ class SimulatedFleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._workers = [
-            _Worker(
-                WorkerMemory(
-                    model.device_tokens, block_tokens=block_tokens, policy=PolicyName.LRU, holder=w, held=self.device
-                )
-            )
+            _Worker(DeviceMemory(model.device_tokens, block_tokens=block_tokens, holder=w, held=self.device))
             for w in range(number)
         ]
         self.hosts = [
-            WorkerMemory(model.host_tokens, block_tokens=block_tokens, policy=host_eviction, holder=w, held=self.host)
+            HostMemory(model.host_tokens, block_tokens=block_tokens, policy=host_eviction, holder=w, held=self.host)
             for w in range(number if model.host_tokens else 0)
         ]
         for w in model.decoders:
@@ -199,14 +193,14 @@ class SimulatedFleet:
         self.pending_s[where] += job.work_s
         self.pending_tokens[where] += request.input_tokens
         self.prefills[where] += 1
-        self._workers[where].waiting.append(job)
+        heapq.heappush(self._workers[where].waiting, (self._rank(job), self.next_serial(), job))
         self._start_next(where)
 
     def _start_next(self, where: int) -> None:
         worker = self._workers[where]
         if worker.running is not None or not worker.waiting:
             return
-        job = self._next_job(worker)
+        _, _, job = heapq.heappop(worker.waiting)
         worker.running = job
         self.pending_s[where] = max(0.0, self.pending_s[where] - job.work_s) if worker.waiting else 0.0
         took_s = self._compute(where, worker, job)
@@ -216,13 +210,12 @@ class SimulatedFleet:
             worker.batch.prefill_runs(True)
         self.at(self.run_end_s[where], lambda: self._computed(where, job))
 
-    def _next_job(self, worker: _Worker) -> _Job:
+    def _rank(self, job: _Job) -> float:
+        """The least goes first. Ageing makes all that wait better alike, so a rank never changes: a prompt that comes
+        a second later starts half a second of work behind."""
         if self._order is QueueOrder.FIRST_COME:
-            return worker.waiting.pop(0)
-        now_s = self.now_s
-        best = min(worker.waiting, key=lambda job: job.work_s - AGEING_PER_S * (now_s - job.queued_s))
-        worker.waiting.remove(best)
-        return best
+            return 0.0
+        return job.work_s + AGEING_PER_S * job.queued_s
 
     def _compute(self, where: int, worker: _Worker, job: _Job) -> float:
         """How long the prompt takes here, counting what the worker has by now and what it fetches."""
@@ -252,8 +245,7 @@ class SimulatedFleet:
         start, end = tokens
         moved = (end - start) * self.model.kv_token_bytes
         outcome.host_tokens = end - start
-        self.hosts[plan.source].use(request.chain[: end // self.block_tokens])
-        self.hosts[plan.source].end_use(request.chain[: end // self.block_tokens])
+        self.hosts[plan.source].read(request.chain[: end // self.block_tokens])
         if plan.source == where:
             return float(moved / self.model.network.bytes_per_s)
         outcome.fetched_bytes += moved
