@@ -284,8 +284,16 @@ INDEX_PAUSE_MS = 500
 # 13 ms at the bound; a block that more holders have is hot everywhere and needs no further candidates.
 INDEX_HOLDERS_MAX = 1_024
 
-# Events kept per holder and namespace for mirrors: at 512 blocks x 32 bytes at most 16 KiB each, 4 MiB together.
-INDEX_EVENTS_MAX = 256
+# Shards of the index, each in one Redis Cluster slot with one stream of events: the number of primaries over which an
+# index can spread, and the number of streams that a mirror reads in one command.
+INDEX_SHARDS = 8
+
+# Events kept per shard for mirrors, and blocks in one event. At 64 x 16 bytes and 30 bytes around them an event has
+# 1.1 KiB at most (2.1 with SHA-256), a stream 9 MiB and all eight 70: a quarter of an embedded server's memory, if every
+# shard is written to in whole batches. Usual events have one to eight blocks: 1 to 2 MiB for the shard of one busy model.
+# A mirror that stands still is 8,192 events behind in 8 s at 1,000 changes a second; then it reads all entries again.
+INDEX_EVENTS_MAX = 8_192
+INDEX_EVENT_BLOCKS_MAX = 64
 
 # Keys that one sweep call looks at: 8 pages of 512, each page four round trips of about 1 ms.
 SWEEP_PAGE_KEYS = 512

@@ -42,9 +42,15 @@ Argument = bytes | str | int
 class Script:
     """A Lua script of `index/scripts`, by file name without the ending."""
 
-    def __init__(self, name: str) -> None:
-        self.text = (resources.files("headrace.index") / "scripts" / f"{name}.lua").read_bytes()
+    def __init__(self, name: str, *, after: str = "") -> None:
+        """after: another file, whose functions the script uses."""
+        flags, _, body = _lua_of(name).partition(b"\n")  # the server wants the flags on the first line
+        self.text = flags + b"\n" + (_lua_of(after) if after else b"") + body
         self.sha1 = hashlib.sha1(self.text, usedforsecurity=False).hexdigest()
+
+
+def _lua_of(name: str) -> bytes:
+    return (resources.files("headrace.index") / "scripts" / f"{name}.lua").read_bytes()
 
 
 class RedisCall:

@@ -21,6 +21,7 @@ from headrace.core.limits import (
     CHAIN_BLOCKS_MAX,
     INDEX_BATCH_BLOCKS,
     INDEX_CONNECTIONS_MAX,
+    INDEX_EVENT_BLOCKS_MAX,
     INDEX_EVENTS_MAX,
     INDEX_HOLDERS_MAX,
     SWEEP_PAGE_KEYS,
@@ -33,20 +34,23 @@ from headrace.index.redis_keys import (
     ALL_KEYS_PATTERN,
     INCARNATION_DIGITS,
     BlockKey,
-    EventsKey,
+    NumbersKey,
     block_key_prefix,
     events_key,
     incarnation_text,
     member_key,
+    numbers_key,
     pack_hashes,
     parse_incarnation,
     parse_key,
+    parse_numbers,
+    shard_of,
 )
 
 _LONGEST_PREFIX = Script("longest_prefix")
-_REGISTER = Script("register")
-_DEREGISTER = Script("deregister")
-_REMOVE_DEAD = Script("remove_dead")
+_REGISTER = Script("register", after="append_event")
+_DEREGISTER = Script("deregister", after="append_event")
+_REMOVE_DEAD = Script("remove_dead", after="append_event")
 
 
 class RedisIndex:
@@ -95,8 +99,8 @@ class RedisIndex:
             async with self._redis.call() as redis:
                 await redis.run_script(
                     _REGISTER,
-                    keys=[block_key_prefix(namespace), events_key(namespace, holder)],
-                    arguments=[holder, incarnation_text(incarnation), tier.value, packed, width, INDEX_EVENTS_MAX],
+                    keys=_keys_of(namespace),
+                    arguments=[*_changes(namespace, packed, width), holder, incarnation_text(incarnation), tier.value],
                 )
 
     async def deregister(
@@ -107,15 +111,15 @@ class RedisIndex:
             async with self._redis.call() as redis:
                 await redis.run_script(
                     _DEREGISTER,
-                    keys=[block_key_prefix(namespace), events_key(namespace, holder)],
-                    arguments=[holder, incarnation_text(incarnation), packed, width, INDEX_EVENTS_MAX],
+                    keys=_keys_of(namespace),
+                    arguments=[*_changes(namespace, packed, width), holder, incarnation_text(incarnation)],
                 )
 
     async def sweep(self, live: dict[HolderId, int], *, limit: int) -> int:
         """Remove up to `limit` entries that neither `live` nor a standing record vouches for; returns how many.
 
         Looks at SWEEP_PAGE_KEYS x SWEEP_PAGES_MAX keys at most and goes on from there at the next call; stops at the
-        end of the key space. Events of holders that have no record go as well and are not counted. A holder whose
+        end of the key space. How many events the gone have made is forgotten as well and not counted. A holder whose
         record ran out and comes back in the millisecond between look and removal loses those entries until it
         registers them again; that costs hits.
         """
@@ -140,18 +144,19 @@ class RedisIndex:
         unvouched = [
             entry for entry in entries if entry.incarnation is None or live.get(entry.holder) != entry.incarnation
         ]
-        streams = [key for key in keys if isinstance(key, EventsKey) and key.holder not in live]
+        counted = await _counted_owners(redis, [key for key in keys if isinstance(key, NumbersKey)])
+        uncounted = [
+            (shard, holder, incarnation) for shard, holder, incarnation in counted if live.get(holder) != incarnation
+        ]
         # Asked after the entries were read: a holder announces itself before it registers, so whoever has an entry and
         # no record now is gone.
         standing = await _live_incarnations(
-            redis, {entry.holder for entry in unvouched} | {key.holder for key in streams}
+            redis, {entry.holder for entry in unvouched} | {holder for _, holder, _ in uncounted}
         )
         dead = [
             entry for entry in unvouched if entry.incarnation is None or standing.get(entry.holder) != entry.incarnation
         ]
-        ended = [events_key(key.namespace, key.holder) for key in streams if key.holder not in standing]
-        if ended:
-            _accepted(await redis.round_trip(*(("UNLINK", key) for key in ended)))
+        await _forget_numbers(redis, [owner for owner in uncounted if standing.get(owner[1]) != owner[2]])
         removed = await self._remove(redis, dead[:limit])
         if len(dead) <= limit:  # else the rest of this page comes first next time
             self._sweep_cursor = int(cursor)
@@ -187,7 +192,9 @@ class RedisIndex:
             namespace_to_arguments[entry.key.namespace] += [entry.key.block_hash, entry.holder.encode(), entry.value]
         removed = 0
         for namespace, arguments in namespace_to_arguments.items():
-            removed += await redis.run_script(_REMOVE_DEAD, keys=[block_key_prefix(namespace)], arguments=arguments)
+            removed += await redis.run_script(
+                _REMOVE_DEAD, keys=_keys_of(namespace), arguments=[namespace, INDEX_EVENTS_MAX, *arguments]
+            )
         return removed
 
 
@@ -206,6 +213,34 @@ class _Entry:
     incarnation: int | None  # None: the value is junk
 
 
+async def _counted_owners(redis: RedisCall, keys: Sequence[NumbersKey]) -> list[tuple[int, HolderId, int]]:
+    """(shard, holder, incarnation) of those whose changes are counted; a sample where there are very many."""
+    if not keys:
+        return []
+    replies = await redis.round_trip(
+        *(("HRANDFIELD", numbers_key(key.shard), INDEX_HOLDERS_MAX, "WITHVALUES") for key in keys)
+    )
+    return [
+        (key.shard, holder, incarnation)
+        for key, reply in zip(keys, replies, strict=True)
+        if not isinstance(reply, ResponseError)
+        for holder, incarnation in parse_numbers(reply)
+    ]
+
+
+async def _forget_numbers(redis: RedisCall, owners: Sequence[tuple[int, HolderId, int]]) -> None:
+    """A holder that comes back in this very moment counts from 1 again, which its readers take for a loss."""
+    if owners:
+        _accepted(
+            await redis.round_trip(
+                *(
+                    ("HDEL", numbers_key(shard), incarnation_text(incarnation) + b":" + holder.encode())
+                    for shard, holder, incarnation in owners
+                )
+            )
+        )
+
+
 async def _live_incarnations(redis: RedisCall, holders: Iterable[HolderId]) -> dict[HolderId, int]:
     """The incarnation under which each holder is alive; holders that are not alive are left out. One round trip.
 
@@ -221,6 +256,16 @@ async def _live_incarnations(redis: RedisCall, holders: Iterable[HolderId]) -> d
         if incarnation is not None:
             live[holder] = incarnation
     return live
+
+
+def _keys_of(namespace: NamespaceId) -> list[bytes]:
+    shard = shard_of(namespace)
+    return [block_key_prefix(namespace), events_key(shard), numbers_key(shard)]
+
+
+def _changes(namespace: NamespaceId, packed: bytes, width: int) -> list[bytes | str | int]:
+    """What `register` and `deregister` are told first."""
+    return [namespace, packed, width, INDEX_EVENTS_MAX, INDEX_EVENT_BLOCKS_MAX]
 
 
 def _batches(blocks: Sequence[BlockHash]) -> Iterable[tuple[bytes, int]]:

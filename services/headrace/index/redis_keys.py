@@ -1,50 +1,73 @@
 """How the index is laid out in Redis. No other file spells a key or a value's form.
 
-    hr1:{<namespace>}:b:<block hash, raw bytes>   hash     holder id -> "<incarnation>:<tier>"
-    hr1:{<namespace>}:e:<holder id>               stream   the holder's changes, capped; see below
-    hr1:{members}:ids                             set      holder ids that were ever announced
-    hr1:{members}:m:<holder id>                   string   "<incarnation>:<record in msgpack>", with a TTL
-    hr1:{members}:p:<reader>                      string   empty, with a TTL: a reader's mark, see `redis_membership`
+    hr1:{<shard>}:b:<namespace>:<block hash, raw bytes>   hash     holder id -> "<incarnation>:<tier>"
+    hr1:{<shard>}:e                                       stream   changes of all its namespaces, capped; see below
+    hr1:{<shard>}:n                                       hash     "<incarnation>:<holder id>" -> changes so far
+    hr1:{members}:ids                                     set      holder ids that were ever announced
+    hr1:{members}:m:<holder id>                           string   "<incarnation>:<record in msgpack>", with a TTL
+    hr1:{members}:p:<reader>                              string   empty, with a TTL: a reader's mark, see
+                                                                   `redis_membership`
 
 `hr1` is the version of all of this: another layout takes another prefix, so that what does not parse under this one is
-junk and may be dropped. The braces are Redis Cluster's hash tag: whatever one script touches lies in one slot. Scripts
-get a key *prefix* and append block hashes to it, since 8,192 keys in one call would cost more than the lookup.
+junk and may be dropped. The braces are Redis Cluster's hash tag: whatever one script touches lies in one slot. A
+namespace lies in one of INDEX_SHARDS shards, and the shard is the tag. Were it the namespace, each would need a stream
+of its own, which a mirror could not know of beforehand; with a namespace for each cache salt there may be any number.
+Scripts get a key *prefix* and append block hashes to it, since 8,192 keys in one call would cost more than the lookup.
 
 `<incarnation>` is 20 decimal digits, so that Lua compares it as text: its numbers are doubles and exact only to 2^53.
 
-An event's id is `<incarnation>-<sequence>`, and Redis counts the sequence up from 0 without a gap. A mirror that misses
-a number, or sees the newest id fall behind its own, reads that holder's inventory again. Fields: `op` "+" or "-",
-`tier` (on "+"), `blocks` (hashes, packed).
+An event is written by the script that makes the change. Its fields, always all and in this order (then a stream does
+not store their names again): `holder`, `incarnation`, `number`, `op`, `tier`, `namespace`, `width` (bytes of a hash),
+`blocks` (hashes, packed). `op` is "+" (registered), "-" (deregistered; also what older incarnations of the holder had)
+or "?" (entries of that incarnation were swept; which ones is not said, `blocks` is empty). `number` counts the events
+of one holder and incarnation in one shard from 1 without a gap, so a reader that misses one knows it.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
+from headrace.core.limits import INDEX_SHARDS
 
 _PREFIX = b"hr1:"
-_BLOCK = b"}:b:"
-_EVENTS = b"}:e:"
+_MEMBERS = _PREFIX + b"{members}:"
 _HASH_BYTES = (16, 32)
 
 ALL_KEYS_PATTERN = _PREFIX + b"*"
-MEMBER_IDS_KEY = _PREFIX + b"{members}:ids"
-MEMBER_KEY_PREFIX = _PREFIX + b"{members}:m:"
-_MARK_KEY_PREFIX = _PREFIX + b"{members}:p:"
+BLOCK_KEYS_PATTERN = _PREFIX + b"{*}:b:*"
+MEMBER_IDS_KEY = _MEMBERS + b"ids"
+MEMBER_KEY_PREFIX = _MEMBERS + b"m:"
+_MARK_KEY_PREFIX = _MEMBERS + b"p:"
 
 INCARNATION_DIGITS = 20
 
 
+def shard_of(namespace: NamespaceId) -> int:
+    """The shard that a namespace lies in; the same in every process."""
+    return zlib.crc32(namespace.encode()) % INDEX_SHARDS
+
+
 def block_key_prefix(namespace: NamespaceId) -> bytes:
     """What precedes a block's hash in its key."""
-    assert not set("{}") & set(namespace)
-    return _PREFIX + b"{" + namespace.encode() + _BLOCK
+    assert not set("{}:") & set(namespace)
+    return _shard_prefix(shard_of(namespace)) + b"b:" + namespace.encode() + b":"
 
 
-def events_key(namespace: NamespaceId, holder: HolderId) -> bytes:
-    """The stream of one holder's changes in one namespace."""
-    assert not set("{}") & set(namespace)
-    return _PREFIX + b"{" + namespace.encode() + _EVENTS + holder.encode()
+def events_key(shard: int) -> bytes:
+    """The stream of a shard's changes."""
+    return _shard_prefix(shard) + b"e"
+
+
+def numbers_key(shard: int) -> bytes:
+    """How many changes each holder has made in a shard under each incarnation."""
+    return _shard_prefix(shard) + b"n"
+
+
+def _shard_prefix(shard: int) -> bytes:
+    assert 0 <= shard < INDEX_SHARDS
+    return _PREFIX + b"{%d}:" % shard
 
 
 def member_key(holder: HolderId) -> bytes:
@@ -66,27 +89,30 @@ class BlockKey:
 
 
 @dataclass(frozen=True, slots=True)
-class EventsKey:
-    """A key that names a holder's stream."""
+class NumbersKey:
+    """A key under which the changes of a shard's holders are counted."""
 
-    namespace: NamespaceId
-    holder: HolderId
+    shard: int
 
 
-def parse_key(key: bytes) -> BlockKey | EventsKey | None:
-    """What a key found by scanning names; None for members and for junk."""
-    if not key.startswith(_PREFIX + b"{"):
+def parse_key(key: bytes) -> BlockKey | NumbersKey | None:
+    """What a key found by scanning names; None for the others and for junk."""
+    tag, closing, rest = key.removeprefix(_PREFIX + b"{").partition(b"}:")
+    if not key.startswith(_PREFIX + b"{") or not closing or len(tag) > 3 or not tag.isdigit():
         return None
-    namespace, closing, rest = key[len(_PREFIX) + 1 :].partition(b"}")
-    kind, name = (closing + rest)[: len(_BLOCK)], (closing + rest)[len(_BLOCK) :]
+    if int(tag) >= INDEX_SHARDS:
+        return None
+    if rest == b"n":
+        return NumbersKey(int(tag))
+    kind, _, named = rest.partition(b":")
+    text, _, block_hash = named.partition(b":")
     try:
-        if kind == _BLOCK and len(name) in _HASH_BYTES:
-            return BlockKey(NamespaceId(namespace.decode()), BlockHash(name))
-        if kind == _EVENTS and name:
-            return EventsKey(NamespaceId(namespace.decode()), HolderId(name.decode()))
+        namespace = NamespaceId(text.decode())
     except UnicodeDecodeError:
         return None
-    return None
+    if kind != b"b" or len(block_hash) not in _HASH_BYTES or shard_of(namespace) != int(tag):
+        return None
+    return BlockKey(namespace, BlockHash(block_hash))
 
 
 def incarnation_text(incarnation: int) -> bytes:
@@ -112,3 +138,55 @@ def pack_hashes(blocks: Sequence[BlockHash]) -> tuple[bytes, int]:
     width = len(blocks[0])
     assert all(len(block_hash) == width for block_hash in blocks)
     return b"".join(blocks), width
+
+
+class Op(StrEnum):
+    """What an event says."""
+
+    REGISTERED = "+"
+    DEREGISTERED = "-"
+    SWEPT = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change, as its holder's `number`-th in the shard."""
+
+    holder: HolderId
+    incarnation: int
+    number: int
+    op: Op
+    namespace: NamespaceId
+    blocks: tuple[BlockHash, ...]
+
+
+def parse_event(fields: Sequence[bytes]) -> Event | None:
+    """The event in an entry of a stream, given as {field, value, field, value, ...}; None when it is junk."""
+    try:
+        holder, incarnation, number, op, _, namespace, width, packed = fields[1::2]
+        step = int(width)
+        if step not in _HASH_BYTES or len(packed) % step:
+            return None
+        return Event(
+            holder=HolderId(holder.decode()),
+            incarnation=int(incarnation),
+            number=int(number),
+            op=Op(op.decode()),
+            namespace=NamespaceId(namespace.decode()),
+            blocks=tuple(BlockHash(packed[start : start + step]) for start in range(0, len(packed), step)),
+        )
+    except ValueError:  # UnicodeDecodeError is one
+        return None
+
+
+def parse_numbers(pairs: Sequence[bytes]) -> dict[tuple[HolderId, int], int]:
+    """Changes so far by holder and incarnation, from {field, value, ...} of a numbers key; junk is left out."""
+    numbers = {}
+    for field, value in zip(pairs[::2], pairs[1::2], strict=True):
+        incarnation, holder = parse_incarnation(field), field[INCARNATION_DIGITS + 1 :]
+        try:
+            if incarnation is not None and holder:
+                numbers[HolderId(holder.decode()), incarnation] = int(value)
+        except ValueError:
+            continue
+    return numbers

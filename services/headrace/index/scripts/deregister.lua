@@ -4,10 +4,12 @@
 -- Race prevented: an evicting store node dies; its next incarnation finds the same block whole in the arena and
 -- registers it; then the late removal arrives. It must not take the new entry: the block would be held and never found.
 --
--- KEYS[1]  prefix of the namespace's block keys      KEYS[2]  the holder's events
--- ARGV     holder, incarnation (20 digits), hashes packed, bytes of one hash, events kept
+-- KEYS[1]  prefix of the namespace's block keys      KEYS[2]  the shard's events      KEYS[3]  its numbers
+-- ARGV     namespace, hashes packed, bytes of one hash, events kept, blocks in one event, holder,
+--          incarnation (20 digits)
 -- Returns  how many entries were removed
-local holder, incarnation, packed, width = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local packed, width = ARGV[2], tonumber(ARGV[3])
+local holder, incarnation = ARGV[6], ARGV[7]
 local incarnation_pattern = '^(' .. string.rep('%d', 20) .. '):'
 local removed = {}
 
@@ -25,8 +27,8 @@ for start = 1, #packed, width do
 end
 
 if #removed > 0 then
-  -- Refused when the stream has events of a newer incarnation, or is junk: then `register` replaces it.
-  redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], string.gsub(incarnation, '^0+', '') .. '-*',
-    'op', '-', 'blocks', table.concat(removed))
+  local at = {events = KEYS[2], numbers = KEYS[3], namespace = ARGV[1], width = width, kept = ARGV[4],
+    split = tonumber(ARGV[5])}
+  append_event(at, holder, incarnation, '-', '', removed)
 end
 return #removed

@@ -5,10 +5,12 @@
 -- it had queued. Reading the entry and writing it in two commands would let the old write land on the new entry and
 -- hide it. Here an entry of a newer incarnation stays.
 --
--- KEYS[1]  prefix of the namespace's block keys      KEYS[2]  the holder's events
--- ARGV     holder, incarnation (20 digits), tier, hashes packed, bytes of one hash, events kept
+-- KEYS[1]  prefix of the namespace's block keys      KEYS[2]  the shard's events      KEYS[3]  its numbers
+-- ARGV     namespace, hashes packed, bytes of one hash, events kept, blocks in one event, holder,
+--          incarnation (20 digits), tier
 -- Returns  how many entries are new or changed
-local holder, incarnation, tier, packed, width = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local packed, width = ARGV[2], tonumber(ARGV[3])
+local holder, incarnation, tier = ARGV[6], ARGV[7], ARGV[8]
 local entry = incarnation .. ':' .. tier
 local incarnation_pattern = '^(' .. string.rep('%d', 20) .. '):'
 local changed = {}
@@ -30,15 +32,8 @@ for start = 1, #packed, width do
 end
 
 if #changed > 0 then
-  local function append()
-    return redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], string.gsub(incarnation, '^0+', '') .. '-*',
-      'op', '+', 'tier', tier, 'blocks', table.concat(changed))
-  end
-  local appended = append()
-  if type(appended) == 'table' and string.find(appended.err, 'WRONGTYPE', 1, true) then
-    redis.call('DEL', KEYS[2])
-    append()
-  end
-  -- Any other refusal: the stream has events of a newer incarnation, and nobody needs those of an older one.
+  local at = {events = KEYS[2], numbers = KEYS[3], namespace = ARGV[1], width = width, kept = ARGV[4],
+    split = tonumber(ARGV[5])}
+  append_event(at, holder, incarnation, '+', tier, changed)
 end
 return #changed
