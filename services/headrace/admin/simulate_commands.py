@@ -100,21 +100,23 @@ def _compare_routing(
     as_json: bool,
 ) -> None:
     # By name: the simulator of a cluster needs numpy, which the base install has not.
-    read_cluster, scale_to_load, replay_routing, known = (
+    read_cluster, scale_to_load, replay_routing, known, named = (
         load_function(f"headrace.simulate.{path}", command="simulate", extra="store")
         for path in (
             "cluster_model:read_cluster",
             "replay_routing:scale_to_load",
             "replay_routing:replay_routing",
             "routing_policies:ROUTING_POLICIES",
+            "routing_policies:NAMED_POLICIES",
         )
     )
-    routers: Any = known
+    compared: Any = known
+    routers: Any = named
     model = read_cluster(cluster)
     unknown = sorted(set(policies) - set(routers) - {"all"})
     if unknown:
         raise InvalidRequest(f"no router {unknown[0]!r:.40}; there are: {', '.join(routers)}", param="policy")
-    chosen = list(routers) if "all" in policies else list(dict.fromkeys(policies))
+    chosen = list(compared) if "all" in policies else list(dict.fromkeys(policies))
     rows: list[dict[str, Any]] = []
     for load in loads:
         requests = scale_to_load(trace, model, load=load, tick_s=tick_s, seed=seed)

@@ -43,27 +43,44 @@ class HeadracePolicy:
     def route(self, request: SimulatedRequest) -> RoutePlan:
         """Prefill worker, decode worker and what is fetched, chosen together."""
         fleet, model = self._fleet, self._fleet.model
-        predicted = self._predicted.depths(request.chain, model.num_workers, now_s=fleet.now_s)
+        predicted = self.predicted_depths(request)
         held = fleet.device.depths(request.chain, model.num_workers)
         depth = np.maximum(held, predicted) * fleet.block_tokens
         queue_s = fleet.queue_s()
-        copy, source = self._best_copy(request)
+        copy, source = self.best_copy(request)
         tie_key = self._first_unheld(request, depth, copy)
-        price = gpu_price(queue_s[self._prefillers], self._usual_work_s)
+        price = self.price(queue_s[self._prefillers])
         placed = self._place(
             request, self._prefillers, depth=depth, queue_s=queue_s, copy=copy, price=price, tie_key=tie_key
         )
-        self._usual_work_s += WORK_WEIGHT * (placed.compute_s - self._usual_work_s)
+        self._usual_work_s += WORK_WEIGHT * (self._least_work_s(request, depth, copy) - self._usual_work_s)
         worker = int(self._prefillers[placed.worker])
         until_s = fleet.now_s + placed.ttft_s + PREDICTION_SLACK * placed.compute_s
         if worker in model.decoders:
             self._predicted.add(worker, request.chain, until_s=until_s)
             return _plan(placed, prefill=worker, decode=worker, source=source)
-        decode, local = self._choose_decode(request, placed, depth=depth, queue_s=queue_s)
+        decode, local = self.choose_decode(request, placed, depth=depth, queue_s=queue_s)
         if local is not None:
             return RoutePlan(None, decode, local)
         self._predicted.add(worker, request.chain, until_s=until_s)
         return _plan(placed, prefill=worker, decode=decode, source=source)
+
+    def _least_work_s(self, request: SimulatedRequest, depth: np.ndarray, copy: Copy | None) -> float:
+        """What the prompt would cost on the worker that can begin furthest."""
+        found = max(int(depth[self._prefillers].max()), copy.tokens if copy else 0)
+        return float(self._fleet.model.prefill.seconds(min(found, request.input_tokens - 1), request.input_tokens))
+
+    def predicted_depths(self, request: SimulatedRequest) -> np.ndarray:
+        """Leading blocks that each worker is about to have."""
+        return self._predicted.depths(request.chain, self._fleet.model.num_workers, now_s=self._fleet.now_s)
+
+    def price(self, queue_s: np.ndarray) -> float:
+        """What a second of GPU is worth now."""
+        return gpu_price(queue_s, self._usual_work_s)
+
+    def least_busy_decoder(self) -> int:
+        """The decode worker with least KV."""
+        return int(self._decoders[self._fleet.decode_tokens[self._decoders].argmin()])
 
     def _place(
         self,
@@ -92,7 +109,7 @@ class HeadracePolicy:
             request.input_tokens, workers, copy=copy, price=price, tie_key=tie_key, interference=interference
         )
 
-    def _best_copy(self, request: SimulatedRequest) -> tuple[Copy | None, int]:
+    def best_copy(self, request: SimulatedRequest) -> tuple[Copy | None, int]:
         """The longest run in the pool; of several hosts that have it, the one whose link is free soonest."""
         fleet = self._fleet
         if not fleet.hosts:
@@ -114,13 +131,13 @@ class HeadracePolicy:
         chain = request.chain
         return chain[min(held, len(chain) - 1)] * 0x9E3779B97F4A7C15 if chain else request.number
 
-    def _choose_decode(
+    def choose_decode(
         self, request: SimulatedRequest, placed: Placement, *, depth: np.ndarray, queue_s: np.ndarray
     ) -> tuple[int, float | None]:
         """The decode worker, and the work if it computes the prompt itself."""
         fleet, model = self._fleet, self._fleet.model
         decoders = self._decoders
-        decode = int(decoders[fleet.decode_tokens[decoders].argmin()])
+        decode = self.least_busy_decoder()
         hand_off_s = model.network.round_trip_s + fleet.block_tokens * model.kv_token_bytes / model.network.bytes_per_s
         best: tuple[float, int, float] | None = None
         for candidate in decoders[request.input_tokens - depth[decoders] <= LOCAL_PREFILL_TOKENS].tolist():

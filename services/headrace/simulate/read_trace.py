@@ -10,6 +10,7 @@ import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,13 +51,20 @@ class Trace:
 
 
 def read_trace(
-    path: Path, *, report: Report, block_tokens: int | None = None, merge_blocks: int = 1, users: int = USERS_DEFAULT
+    path: Path,
+    *,
+    report: Report,
+    block_tokens: int | None = None,
+    merge_blocks: int = 1,
+    users: int = USERS_DEFAULT,
+    requests_max: int | None = None,
 ) -> Trace:
     """Read a trace file. Raises InvalidRequest for a file that is not one, naming the line.
 
     `block_tokens` None: the size that fits all lengths. `merge_blocks` N makes one block of N (what is left over at the
     end of a prompt is not cached): long contexts in small blocks replay N times faster. `users` is for files of
-    conversations: so many run at the same time, in the order of the file. Times are Mooncake's milliseconds.
+    conversations: so many run at the same time, in the order of the file. `requests_max`: the first so many only. Times
+    are Mooncake's milliseconds.
     """
     first = next(_lines(path), None)
     if first is None:
@@ -70,6 +78,7 @@ def read_trace(
         prompts = _interleave(path, users)
     else:
         raise InvalidRequest(f"{path}: line 1 has neither hash_ids nor requests", param="trace")
+    prompts = islice(prompts, requests_max)
     return _number_blocks(path, prompts, block_tokens=size * merge_blocks, merge_blocks=merge_blocks, report=report)
 
 

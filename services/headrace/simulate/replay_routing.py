@@ -83,14 +83,16 @@ def scale_to_load(
 ) -> list[SimulatedRequest]:
     """The trace at a load: 1.0 keeps every worker that prefills busy all the time if nothing is ever cached.
 
-    Times are stretched or squeezed alike. Traces with coarse clocks get their requests spread over a tick at random.
+    Load 0 keeps the trace's own times. Times are stretched or squeezed alike.
+    Traces with coarse clocks get their requests spread over a tick at random.
     """
     timed, block_tokens = trace.requests, trace.block_tokens
     cold_s = sum(float(model.prefill.seconds(0, each.input_tokens)) for each in timed)
     draw = random.Random(seed)
     jittered = sorted((each.arrival_s + draw.uniform(0.0, tick_s), number) for number, each in enumerate(timed))
     first_s = jittered[0][0]
-    stretch = cold_s / ((jittered[-1][0] - first_s) or 1.0) / (load * len(model.prefillers))
+    span_s = (jittered[-1][0] - first_s) or 1.0
+    stretch = cold_s / span_s / (load * len(model.prefillers)) if load else 1.0
     seen: set[int] = set()
     requests = []
     for number, (arrival_s, index) in enumerate(jittered):
