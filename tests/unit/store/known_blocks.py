@@ -29,7 +29,7 @@ BASE, BLUE, RED, SALTED = (NamespaceId(digit * 32) for digit in "0123")
 ACCOUNT_TO_NAMESPACE = {"": BASE, "blue": BLUE, "red": RED}
 NARROWED_FROM = {BASE: (), BLUE: (BASE,), RED: (BASE,), SALTED: (BASE, BLUE)}
 
-ONE_UNIT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=BLOCK_TOKENS)
+ONE_UNIT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=96, block_tokens=BLOCK_TOKENS)
 TWO_UNITS = replace(ONE_UNIT, head_dim=160)
 
 

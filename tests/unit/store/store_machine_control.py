@@ -108,7 +108,7 @@ class ControlMachine(ClaimsMachine):
         """What will go of a node whose only tier is the arena."""
         self.check_report(report, family & self.model.visible())
 
-    @rule(lines=st.integers(1, 30), pick=ANY, what=st.integers(0, 8), position=POSITION, retention=RETENTION)
+    @rule(lines=st.integers(1, 16), pick=ANY, what=st.integers(0, 8), position=POSITION, retention=RETENTION)
     def die_in(self, lines: int, pick: int, what: int, position: int, retention: Retention) -> None:
         """Killed in the middle of a call that changes what outlives the process."""
         self.died_after = lines
@@ -130,6 +130,7 @@ class ControlMachine(ClaimsMachine):
             self.died_after = lines
             self.finish_write(0, "well")
         else:
+            self.died_after = 4 * lines
             self.do_store(CHAINS[pick % len(CHAINS)], 1 + position, retention)
 
     # Budgets

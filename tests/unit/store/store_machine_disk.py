@@ -137,18 +137,18 @@ class DiskMachine(ControlMachine):
         self.remember_disk()
         lost = {key for key in gone & was_visible if key not in self.on_disk}
         for key in lost - {below for below in lost if lost & set(ancestry(below)[1:])}:  # the rest lost their prefix
-            assert key not in unbounded or not self.has_place(key), "a block that made room was not kept"
+            assert key not in unbounded or not self.has_place(key, before | gone), "a block that made room was not kept"
         assert self.on_disk - before <= gone & unbounded, "a block came to the disk that nobody moved there"
         assert not self.on_disk & (gone & was_visible - unbounded), "a block is on disk that may not be there"
         self.check_lost(before, allowed=lost)
         return gone
 
-    def has_place(self, key: Key) -> bool:
-        """Whether the disk could keep a block, and its account may have it there."""
+    def has_place(self, key: Key, at_most: set[Key]) -> bool:
+        """Whether the disk could keep a block, and its account may have it there beside what else came or was there."""
         account = self.account_of(key)
         quota = self.bounds(account)[0]
-        has = sum(block.total_bytes for block in self.node.disk if self.account_of(block.key) == account)
-        return RECORD_BYTES[key] <= self.tier.segment_bytes and (quota is None or has + RECORD_BYTES[key] <= quota)
+        has = sum(RECORD_BYTES[each] for each in at_most if self.account_of(each) == account)
+        return RECORD_BYTES[key] <= self.tier.segment_bytes and (quota is None or has <= quota)
 
     def retention_of(self, block: KnownBlock, retention: Retention) -> Retention:
         return KEEP if block.key in self.on_disk else retention
