@@ -24,10 +24,12 @@ from headrace.core.block import (
 )
 from headrace.core.clock import Clock, Deadline
 from headrace.core.generation import EvictReport, EvictSelector, FinishReason, SamplingParams, TokenDelta
+from headrace.core.learned_costs import PRIOR_PREFILL
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
 from headrace.engine.block_pool import BlockPool, Selection, Short
 from headrace.engine.engine import EngineLoad
 from headrace.engine.event_stream import EngineEvent, FilledBlock, RunFinished
+from headrace.engine.turns import Turns
 
 LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=4)
 NAMESPACE = Namespace(
@@ -107,7 +109,9 @@ class SimulatedEngine:
         self.computed_tokens = 0
         self.known_kv: dict[BlockHash, bytes] = {}  # what every hashed block must hold
         self._rng = rng
-        self._queue = AdmissionQueue(self.pool, may_grant=lambda: True)
+        self._queue = AdmissionQueue(
+            self.pool, may_grant=lambda: True, turns=Turns(clock, prefill_cost=lambda: PRIOR_PREFILL)
+        )
         self._num_running = 0
 
     def start(self) -> None:
@@ -127,10 +131,24 @@ class SimulatedEngine:
         return EvictReport("", evicted.num_blocks, 0, 0, evicted.num_kept, dry_run)
 
     async def admit(
-        self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline, ttl_s: float
+        self,
+        prompt: HashedPrompt,
+        *,
+        num_blocks: int,
+        use_device: bool,
+        deadline: Deadline,
+        ttl_s: float,
+        account: str = "",
+        priority: int = 0,
     ) -> Admission:
         return await self._queue.admit(
-            prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline, ttl_s=ttl_s
+            prompt,
+            num_blocks=num_blocks,
+            use_device=use_device,
+            deadline=deadline,
+            ttl_s=ttl_s,
+            account=account,
+            priority=priority,
         )
 
     def release(self, admission: Admission) -> None:

@@ -189,6 +189,18 @@ WORKER_RETRY_AFTER_MS = 2_000
 # One engine step takes a prefill chunk's time: a second on a slow core, several on an overloaded host. A step that
 # has not ended for this long hangs; a worker that is only busy ends one all the time.
 ENGINE_STALL_MS = 30_000
+WORKER_WAITING_TOKENS_MAX = 1_000_000
+
+# Accounts that are ahead in what they had and do not wait, which a worker remembers: as many as there may be API keys,
+# and about 200 bytes each.
+FAIR_ACCOUNTS_MAX = 1_024
+
+# Priorities lie in -4..4. Each counts as the next higher one after 30 s unserved (core/queue_order.py), so the lowest
+# is not passed any more after 8 x 30 = 240 s: within the 300 s that a request has by default.
+PRIORITY_MAX = 4
+
+# The longest that an overloaded server tells its callers to wait: a longer prediction is no better than this one.
+RETRY_AFTER_MS_MAX = 60_000
 
 # How long stopping waits for the step under way. Less than ENGINE_STALL_MS, since whoever stops a worker has decided.
 ENGINE_STOP_TIMEOUT_MS = 15_000

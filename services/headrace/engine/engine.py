@@ -16,7 +16,6 @@ import math
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -25,30 +24,20 @@ from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace.core.generation import EvictReport, EvictSelector, SamplingParams
-from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, EVICT_HASHES_MAX
+from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
-from headrace.engine.list_device import pool_selection
+from headrace.engine.evict_device import evict_device
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run, RunLimits
 from headrace.engine.sample_token import Logits
 from headrace.engine.schedule_step import Preempt, Resume, StepLimits, StepPlan, schedule_step
-from headrace.engine.step_times import NOTHING_AHEAD, StepTimes, WorkAhead
+from headrace.engine.settle_turns import count_served, settle_turns
+from headrace.engine.step_times import EngineLoad, StepTimes
+from headrace.engine.turns import Turns
 
 __all__ = ["Admission", "Engine", "EngineEvent", "EngineLoad", "FilledBlock", "RunFinished"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """How busy the engine is: sequences in the batch, sequences not in it yet, blocks that could be had now, how many
-    of those hold a block for reuse, and the prompts' work in seconds."""
-
-    running: int
-    waiting: int
-    free_blocks: int
-    kept_blocks: int = 0
-    ahead: WorkAhead = NOTHING_AHEAD
 
 
 class Engine:
@@ -72,7 +61,14 @@ class Engine:
         )
         self._clock = clock
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
-        self._queue = AdmissionQueue(self.pool, may_grant=lambda: not (self.num_without_blocks or self._ended))
+        self._times = StepTimes(chunk_tokens=settings.prefill_chunk_tokens)
+        self._turns = Turns(clock, prefill_cost=self._times.prefill_cost)
+        self._queue = AdmissionQueue(
+            self.pool,
+            may_grant=lambda: not (self.num_without_blocks or self._ended),
+            turns=self._turns,
+            queue_s=lambda: self._times.read().queue_s,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._step_until_stopped, name="engine steps", daemon=True)
         # The mailbox, under `_mail`. `_changed`: something happened since the step thread last looked.
@@ -87,7 +83,6 @@ class Engine:
         self._to_wake: list[EventStream] = []  # streams with news since their consumers were last woken
         self._can_step = False
         self._idle = True
-        self._times = StepTimes(chunk_tokens=settings.prefill_chunk_tokens)
         self._num_in_batch = 0
         self._num_outside = 0
         self.num_without_blocks = 0  # preempted sequences that wait to go on
@@ -109,13 +104,22 @@ class Engine:
                 raise WorkerUnavailable("", f"its engine's step has not ended within {ENGINE_STOP_TIMEOUT_MS} ms")
 
     async def admit(
-        self, prompt: HashedPrompt, *, num_blocks: int, use_device: bool, deadline: Deadline, ttl_s: float = math.inf
+        self,
+        prompt: HashedPrompt,
+        *,
+        num_blocks: int,
+        use_device: bool,
+        deadline: Deadline,
+        ttl_s: float = math.inf,
+        account: str = "",
+        priority: int = 0,
     ) -> Admission:
-        """Wait, first come first served, for `num_blocks` blocks; more are taken when the sequence outgrows them.
+        """Wait for its turn and for `num_blocks` blocks; more are taken when the sequence outgrows them.
 
         use_device: leading blocks come from the pool by hash, as far as it holds them; all but the block of the last
         token when `num_blocks` is more than the prompt's full blocks.
         ttl_s: how long blocks that the sequence uses or leaves in the pool are kept after their last use, at least.
+        account, priority: whose share it is served from, and how soon.
         Raises InvalidRequest when it can never fit, Overloaded when the queue is full, DeadlineExceeded,
         WorkerUnavailable. The admission is held until `release`, or until a run on it has ended.
         """
@@ -125,7 +129,13 @@ class Engine:
             raise _stopped()
         with self._times.waiting(prompt):
             admission = await self._queue.admit(
-                prompt, num_blocks=num_blocks, use_device=use_device, deadline=deadline, ttl_s=ttl_s
+                prompt,
+                num_blocks=num_blocks,
+                use_device=use_device,
+                deadline=deadline,
+                ttl_s=ttl_s,
+                account=account,
+                priority=priority,
             )
         self._times.hold(admission)
         return admission
@@ -197,19 +207,7 @@ class Engine:
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from the pool what nobody uses now. The holder's name is the caller's to fill in."""
-        selection = pool_selection(selector, self.model.namespace)
-        if selection is None or selector.model not in (None, self.model.name):
-            return EvictReport("", 0, 0, 0, 0, dry_run)
-        evicted = self.pool.evict(selection, dry_run=dry_run)
-        return EvictReport(
-            holder="",
-            blocks=evicted.num_blocks,
-            tokens=evicted.num_blocks * self._block_tokens,
-            bytes=evicted.num_blocks * self.kv.layout.block_bytes,
-            skipped_leased_blocks=evicted.num_kept,
-            dry_run=dry_run,
-            block_hashes=evicted.block_hashes[:EVICT_HASHES_MAX],
-        )
+        return evict_device(self.pool, self.model, selector, dry_run=dry_run)
 
     def _submit(
         self, admission: Admission, cached_tokens: int, sampling: SamplingParams | None, leaves_blocks: bool
@@ -243,6 +241,7 @@ class Engine:
             assert admission.state is AdmissionState.HELD, "an admission is run once, and before it is released"
             admission.state = AdmissionState.RUNNING
             self._times.drop(admission)
+            self._turns.enter(admission.claim)
             self._submitted.append(run)
             self._changed = True
             self._mail.notify()
@@ -308,6 +307,7 @@ class Engine:
                 self._fail(run, f"a step of its engine failed: {type(error).__name__}: {error}")
             return
         self._times.add(plan.rows, self._clock.now_s() - started_s)
+        count_served(runs, plan.rows, self._turns)
         wanted = iter(logits.numpy())
         for run, rows in zip(runs, plan.rows, strict=True):
             try:
@@ -319,6 +319,7 @@ class Engine:
     def _plan(self) -> StepPlan:
         """Ask for a plan, make the changes of blocks that it asks for first, and take the blocks that it needs."""
         while True:
+            settle_turns(self._runs.values(), self._turns)
             planned = schedule_step(
                 [run.state for run in self._runs.values()],
                 self._step_limits,
@@ -381,6 +382,7 @@ class Engine:
         """Take a run out and give its blocks back, then tell its consumer. Idempotent."""
         if self._runs.pop(run.key, None) is None:
             return
+        self._turns.leave(run.admission.claim)
         self._publish_counts()
         with self._mail:
             run.admission.state = AdmissionState.RELEASED

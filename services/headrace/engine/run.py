@@ -48,6 +48,7 @@ class Run:
         self.block_ids = admission.block_ids
         self.num_computed = num_computed
         self.in_batch = False
+        self.turn = 0  # place among those whose prompts are not computed yet, as it was last settled
         self.leaves_blocks = leaves_blocks
         self._sampling = sampling
         self._limits = limits
@@ -65,11 +66,19 @@ class Run:
         return SequenceState(
             key=self.key,
             num_computed=self.num_computed,
-            num_target=len(self._token_ids) if samples else len(self._hashed.chain) * self._hashed.block_tokens,
+            num_target=self.num_computed + self.num_missing,
             num_blocks=len(self.block_ids),
             in_batch=self.in_batch,
             wants_logits=samples,
+            turn=self.turn,
         )
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens to be computed until the run's next result; 1 while it decodes."""
+        samples = self._sampling is not None
+        num_target = len(self._token_ids) if samples else len(self._hashed.chain) * self._hashed.block_tokens
+        return num_target - self.num_computed
 
     @property
     def part(self) -> tuple[int, int]:

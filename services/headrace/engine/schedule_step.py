@@ -5,11 +5,12 @@ and giving back blocks is the engine's.
 
 The rules, in order:
 
-1. Sequences join in the order in which they were admitted, while the batch has room. One that lost its blocks joins
+1. Sequences join in the order of their turns, while the batch has room. One that lost its blocks joins
    when blocks for all its tokens can be had; others that hold theirs may pass it, since their blocks are what it needs.
 2. Every sequence that only lacks its newest token gets one row. This comes first, so that a long prompt never stops
    running streams.
-3. What remains of `prefill_chunk_tokens` goes to prompts, oldest first. A step's length is so bounded by
+3. What remains of `prefill_chunk_tokens` goes to prompts, in the order of their turns (`turns.py`: by priority, fair
+   between accounts, shortest first with ageing); at the same turn, oldest first. A step's length is so bounded by
    `prefill_chunk_tokens + batch_sequences_max` rows.
 4. When blocks run short, the most recently admitted holder gives way and is recomputed later. The oldest sequence
    therefore always gets on, and nothing is preempted for ever.
@@ -29,6 +30,7 @@ class SequenceState:
     num_blocks: int  # held now; 0 after preemption
     in_batch: bool
     wants_logits: bool  # of the last target position
+    turn: int = 0  # place among prompts, lower first
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_computed < self.num_target
@@ -86,11 +88,11 @@ def schedule_step(
     available_blocks: blocks that can be taken now.
     Returns a plan whose rows need at most `available_blocks`; its rows are empty only when no sequence can run now.
     """
-    by_age = sorted(sequences, key=lambda sequence: sequence.key)
-    room = limits.batch_sequences_max - sum(sequence.in_batch for sequence in by_age)
+    by_turn = sorted(sequences, key=lambda sequence: (sequence.turn, sequence.key))
+    room = limits.batch_sequences_max - sum(sequence.in_batch for sequence in by_turn)
     assert room >= 0
     joins: list[SequenceState] = []
-    for sequence in by_age:
+    for sequence in by_turn:
         if sequence.in_batch or room == len(joins):
             continue
         if sequence.num_blocks > 0:
@@ -98,17 +100,16 @@ def schedule_step(
             continue
         needed = _blocks_for(sequence.num_target, limits)
         # What the others grow by in this step is theirs: else this one would be resumed and preempted in turn for ever.
-        if needed + _growth(_plan_rows(_batch(by_age, joins), limits)) <= available_blocks:
+        if needed + _growth(_plan_rows(_batch(by_turn, joins), limits)) <= available_blocks:
             return Resume(key=sequence.key, num_blocks=needed)
-    rows = _plan_rows(_batch(by_age, joins), limits)
+    rows = _plan_rows(_batch(by_turn, joins), limits)
     if _growth(rows) > available_blocks:
-        holders = [sequence.key for sequence in by_age if sequence.num_blocks > 0]
-        return Preempt(key=holders[-1])
+        return Preempt(key=max(sequence.key for sequence in by_turn if sequence.num_blocks > 0))
     return StepPlan(joins=tuple(sequence.key for sequence in joins), rows=tuple(rows))
 
 
-def _batch(by_age: Sequence[SequenceState], joins: Sequence[SequenceState]) -> list[SequenceState]:
-    return [sequence for sequence in by_age if sequence.in_batch or sequence in joins]
+def _batch(by_turn: Sequence[SequenceState], joins: Sequence[SequenceState]) -> list[SequenceState]:
+    return [sequence for sequence in by_turn if sequence.in_batch or sequence in joins]
 
 
 def _growth(rows: Sequence[PlannedRows]) -> int:
@@ -116,7 +117,7 @@ def _growth(rows: Sequence[PlannedRows]) -> int:
 
 
 def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[PlannedRows]:
-    """Rows for newest tokens first, then prompt chunks, oldest sequence first within each."""
+    """Rows for newest tokens first, then prompt chunks, in the batch's order within each."""
     rows = [_rows(sequence, 1, limits) for sequence in batch if _lacks_newest_only(sequence)]
     left = limits.prefill_chunk_tokens
     for sequence in batch:

@@ -37,6 +37,18 @@ class WorkAhead:
 NOTHING_AHEAD = WorkAhead(0.0, PRIOR_PREFILL, PRIOR_DECODE)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engine is: sequences in the batch, sequences not in it yet, blocks that could be had now, how many
+    of those hold a block for reuse, and the prompts' work in seconds."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    kept_blocks: int = 0
+    ahead: WorkAhead = NOTHING_AHEAD
+
+
 class StepTimes:
     """The two fits of one engine, and the parts of prompts that it has yet to compute."""
 
@@ -86,6 +98,11 @@ class StepTimes:
     def running(self, runs: Iterable[Run]) -> None:
         """These run now. The step thread's to call."""
         self._running = tuple(run.part for run in runs)
+
+    def prefill_cost(self) -> PrefillCost:
+        """What prompts cost, as known now. In any thread."""
+        with self._lock:
+            return self._prefill.cost()
 
     def read(self) -> WorkAhead:
         """As known now."""

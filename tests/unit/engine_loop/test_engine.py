@@ -290,11 +290,10 @@ async def test_a_prompt_that_can_never_fit_is_refused_with_the_arithmetic(make_e
         await admit(engine, make_tokens(600, seed=1))
 
 
-async def test_admission_waits_for_blocks_in_order_and_a_small_prompt_does_not_pass_a_large_one(
-    make_engine: MakeEngine,
-) -> None:
+async def test_a_small_prompt_is_given_blocks_before_a_large_one_that_came_first(make_engine: MakeEngine) -> None:
+    """Fails when prompts wait in the order in which they came."""
     engine = make_engine(usable_blocks=4)
-    first = await admit(engine, make_tokens(20, seed=1))
+    first = await admit(engine, make_tokens(30, seed=1))
     order: list[str] = []
 
     async def wait(name: str, length: int) -> None:
@@ -303,13 +302,29 @@ async def test_admission_waits_for_blocks_in_order_and_a_small_prompt_does_not_p
         engine.release(admission)
 
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        group.create_task(wait("large", 30))
+        group.create_task(wait("large", 31))
         await asyncio.sleep(0)
         group.create_task(wait("small", 3))
         await asyncio.sleep(0.05)
         assert (order, engine.load().waiting) == ([], 2)
         engine.release(first)
-    assert order == ["large", "small"]
+    assert order == ["small", "large"]
+
+
+async def test_a_short_prompt_overtakes_a_long_one_that_is_being_computed(make_engine: MakeEngine) -> None:
+    """Fails when chunks of prompts are computed in the order in which these came."""
+    engine = make_engine(chunk=8)
+    ended: list[str] = []
+
+    async def answer(name: str, length: int) -> None:
+        await generate(engine, make_tokens(length, seed=length), sampling=make_params(1))
+        ended.append(name)
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(answer("long", 400))
+        await until(lambda: engine.num_steps > 2)
+        group.create_task(answer("short", 12))
+    assert ended == ["short", "long"]
 
 
 async def test_a_preempted_sequence_gets_blocks_before_new_prompts_do(make_engine: MakeEngine) -> None:

@@ -50,6 +50,16 @@ def test_prompts_share_one_chunk_oldest_first() -> None:
     assert [(row.key, row.start, row.stop) for row in rows] == [(1, 5, 10), (2, 0, 3)]
 
 
+def test_prompts_are_computed_in_the_order_of_their_turns() -> None:
+    """Fails if the age decides where a turn has been settled."""
+    old = replace(make_sequence(1, computed=0, target=30), turn=1)
+    young = replace(make_sequence(2, computed=0, target=5), turn=0)
+    waiting = [replace(make_sequence(k, computed=0, target=9, in_batch=False), turn=5 - k) for k in (3, 4)]
+    planned = plan([old, young, *waiting], limits=replace(LIMITS, batch_sequences_max=3))
+    assert [(row.key, row.stop) for row in planned.rows] == [(2, 5), (1, 3)]
+    assert planned.joins == (4,)
+
+
 def test_logits_are_wanted_of_the_last_known_token_only() -> None:
     rows = plan([make_sequence(1, computed=0, target=5), make_sequence(2, computed=0, target=9)]).rows
     assert [row.wants_logits for row in rows] == [True, False]
