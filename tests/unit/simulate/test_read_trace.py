@@ -6,7 +6,7 @@ import json
 import pytest
 
 from headrace.core.errors import InvalidRequest
-from headrace.simulate.read_trace import TracedRequest, read_trace
+from headrace.simulate.read_trace import TracedRequest, read_trace, with_copies
 
 
 def write(path, lines) -> None:
@@ -71,7 +71,7 @@ def test_the_requests_of_a_subagent_come_at_their_time(tmp_path) -> None:
         ("", "no requests"),
         ("not json\n", "not a trace of JSON lines"),
         ("[1]\n", "line 1 is not a JSON object"),
-        ('{"prompt": "x"}\n', "neither hash_ids nor requests"),
+        ('{"prompt": "x"}\n', "neither hash_ids nor requests nor input"),
         ('{"input_length": 512, "hash_ids": [1]}\n{"input_length": 5}\n', "line 2 lacks"),
         (
             '{"input_length": 1024, "hash_ids": [1, 2]}\n{"input_length": 512, "hash_ids": [2]}\n',
@@ -84,6 +84,36 @@ def test_what_is_not_a_trace_is_refused_and_the_place_is_named(tmp_path, text, s
     (tmp_path / "trace.jsonl").write_text(text)
     with pytest.raises(InvalidRequest, match=said):
         read(tmp_path / "trace.jsonl")
+
+
+def test_a_trace_of_texts_shares_what_its_texts_share(tmp_path) -> None:
+    """64 characters are a block of 16 tokens; times are microseconds."""
+    lines = [{"timestamp": 0, "input": "a" * 128 + "b" * 64, "output": "c" * 40}]
+    lines += [{"timestamp": 2_500_000, "input": "a" * 128 + "c" * 70, "output": ""}]
+    write(tmp_path / "agents.jsonl", lines)
+    trace = read(tmp_path / "agents.jsonl")
+    assert trace.block_tokens == 16
+    assert trace.requests == (TracedRequest(48, (0, 1, 2), 0.0, 10), TracedRequest(49, (0, 1, 3), 2.5, 1))
+
+
+def test_a_table_of_lengths_is_requests_that_share_nothing(tmp_path) -> None:
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:48.1805900,9,0\n"
+    )
+    (tmp_path / "azure.csv").write_text(text)
+    trace = read(tmp_path / "azure.csv")
+    assert [(r.input_tokens, r.block_ids, r.output_tokens) for r in trace.requests] == [(374, (), 44), (9, (), 1)]
+    assert trace.requests[1].arrival_s == pytest.approx(1.5)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InvalidRequest, match="not a table"):
+        read(tmp_path / "other.csv")
+
+
+def test_copies_of_a_trace_share_no_block(tmp_path) -> None:
+    write(tmp_path / "trace.jsonl", [request(1_100, 7, 8, 9), request(1_024, 7, 8)])
+    trace = with_copies(read(tmp_path / "trace.jsonl"), 3)
+    assert (len(trace.requests), trace.num_blocks) == (6, 9)
+    assert [r.block_ids for r in trace.requests] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 1), (3, 4), (6, 7)]
 
 
 def test_a_file_that_claims_to_be_gzipped_and_is_not_is_refused(tmp_path) -> None:
