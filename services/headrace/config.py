@@ -93,9 +93,8 @@ class GatewaySettings:
     http_port: int = setting(8000, "Port of the HTTP API. 0: any free one.")
     grpc_port: int = setting(9000, "Port of the gRPC API. 0: any free one.")
     local_prefill_tokens: int = setting(
-        256, "A decode worker computes up to this many missing prompt tokens itself; more go to a prefill worker."
+        256, "A decode worker never computes more missing prompt tokens itself while a prefill worker can. GPU: 2048."
     )
-    load_cap: int = setting(8, "A worker with this many more requests than the least loaded one is not chosen.")
     hash_algorithm: str = setting("xxh3-128", "xxh3-128, or sha256 where callers do not trust each other.")
     trust_group: str = setting("default", "Callers of this deployment share blocks within this group.")
     tenants_file: str = setting("", "YAML file of API keys, tenants and trust groups. Empty: everybody is one tenant.")

@@ -10,7 +10,9 @@ C is a worker's prefill cost, [own) what it has itself, [lo, hi) what it fetches
 Knows arrays only: who the workers are, what the numbers came from and what happens next are the caller's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +53,29 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The best copy elsewhere: its leading tokens, and each worker's way to it."""
+    """The best copy elsewhere: its leading tokens, and each worker's way to it. What differs between workers is an
+    array, [num_workers]."""
 
-    tokens: int
+    tokens: int | Ints
     token_bytes: int
     link: LinkCost
     link_busy_s: Floats  # until the link is free for us, [num_workers]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The best placement on each worker, with the terms of `Placement`: arrays of [num_workers]."""
+
+    fetch_from: Ints
+    fetch_to: Ints
+    copy: Ints  # index of the copy that is fetched from; -1: nothing is fetched
+    wait_s: Floats
+    compute_s: Floats
+    fetch_s: Floats
+    ttft_s: Floats
+    price_s: Floats  # what the work costs others, by the price of GPU time
+    interference_s: Floats  # ... and by what it takes from decodes beside it
+    cost_s: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,41 +100,88 @@ def choose_placement(
     price: seconds of answer that one second of GPU is worth.  tie_key: hash of the first block that nobody holds.
     The last token is always computed: `own_tokens` and the copy never reach past `prompt_tokens - 1`.
     """
-    assert len(workers) > 0
-    own = np.minimum(workers.own_tokens, prompt_tokens - 1)
-    starts, ends = own[:, None], own[:, None]  # first column: nothing is fetched
-    if copy is not None and copy.tokens > 0:
-        end = min(copy.tokens, prompt_tokens - 1)
-        stretch = np.maximum(end - own, 0)[:, None]
-        starts = np.concatenate([starts, own[:, None] + (stretch * FETCH_STARTS).astype(np.int64)], axis=1)
-        ends = np.concatenate(
-            [ends, np.broadcast_to(own[:, None] + stretch, stretch.shape[:1] + FETCH_STARTS.shape)], 1
-        )
-    rates = _columns(workers.cost)
-    queue = workers.queue_s[:, None]
-    head = rates.seconds(own[:, None], starts)
-    rest = rates.seconds(ends, prompt_tokens)
-    fetch = np.zeros_like(head)
-    if copy is not None and copy.tokens > 0:
-        moved = (ends - starts) * copy.token_bytes
-        fetch = (copy.link_busy_s[:, None] + copy.link.seconds(moved)) * (moved > 0)
-    ttft = np.maximum(queue + head, fetch) + rest
-    work = head + rest
-    cost = ttft + (price + interference * workers.decodes[:, None]) * work
-    best_column = cost.argmin(axis=1)
-    best_cost = cost[np.arange(len(workers)), best_column]
-    chosen = _of_near_ties(best_cost, workers.ids, tie_key)
-    at = (chosen, int(best_column[chosen]))
+    scores = score_placements(
+        prompt_tokens, workers, copies=() if copy is None else (copy,), price=price, interference=interference
+    )
+    chosen = _of_near_ties(scores.cost_s, workers.ids, tie_key)
     return Placement(
         worker=chosen,
-        fetch_from=int(starts[at]),
-        fetch_to=int(ends[at]),
-        wait_s=float(workers.queue_s[chosen]),
-        compute_s=float(work[at]),
-        fetch_s=float(fetch[at]),
-        ttft_s=float(ttft[at]),
-        cost_s=float(cost[at]),
+        fetch_from=int(scores.fetch_from[chosen]),
+        fetch_to=int(scores.fetch_to[chosen]),
+        wait_s=float(scores.wait_s[chosen]),
+        compute_s=float(scores.compute_s[chosen]),
+        fetch_s=float(scores.fetch_s[chosen]),
+        ttft_s=float(scores.ttft_s[chosen]),
+        cost_s=float(scores.cost_s[chosen]),
     )
+
+
+def score_placements(
+    prompt_tokens: int,
+    workers: Workers,
+    *,
+    copies: Sequence[Copy],
+    price: float,
+    interference: float = 0.0,
+    fetch_starts: Floats = FETCH_STARTS,
+    fetch_slack: float = 0.0,
+) -> Scores:
+    """The best placement on each worker: computing all, or fetching from one of the copies. Needs at least one worker.
+
+    fetch_starts: where a worker may begin to fetch, as in FETCH_STARTS.
+    fetch_slack: share of the cost of computing, and of one round trip, by which fetching may cost more and still be
+    taken, since it leaves the worker free for others.
+    """
+    assert len(workers) > 0
+    own = np.minimum(workers.own_tokens, prompt_tokens - 1)
+    options = [_fetched(copy, own[:, None], prompt_tokens, fetch_starts) for copy in copies]
+    starts, ends, fetch = (
+        np.concatenate([first[:, None], *rest], axis=1)
+        for first, *rest in zip((own, own, np.zeros(len(own))), *options, strict=True)
+    )  # the first column: nothing is fetched
+    rates = _as_columns(workers.cost)
+    head = rates.seconds(own[:, None], starts) if options and fetch_starts.any() else np.zeros((1, 1))
+    rest = rates.seconds(ends, prompt_tokens)
+    ttft = np.maximum(workers.queue_s[:, None] + head, fetch) + rest
+    work = head + rest
+    weight = price + interference * workers.decodes
+    cost = ttft + weight[:, None] * work
+    best = _cheapest(cost, ends > starts, fetch_slack, copies) if fetch_slack else cost.argmin(axis=1)
+    rows = np.arange(len(own))
+    at = (rows, best)
+    work_s = work[at]
+    return Scores(
+        fetch_from=starts[at],
+        fetch_to=ends[at],
+        copy=np.where(ends[at] > starts[at], (best - 1) // len(fetch_starts), -1),
+        wait_s=workers.queue_s,
+        compute_s=work_s,
+        fetch_s=fetch[at],
+        ttft_s=ttft[at],
+        price_s=price * work_s,
+        interference_s=interference * workers.decodes * work_s,
+        cost_s=cost[at],
+    )
+
+
+def _fetched(copy: Copy, own: Ints, prompt_tokens: int, fetch_starts: Floats) -> tuple[Ints, Ints, Floats]:
+    """Starts, ends and seconds of fetches from one copy, [num_workers, starts]; where it holds no more than the worker
+    itself, they fetch nothing."""
+    stretch = np.maximum(np.minimum(_as_column(copy.tokens), prompt_tokens - 1) - own, 0)
+    starts = own + (stretch * fetch_starts).astype(np.int64)
+    ends = np.broadcast_to(own + stretch, starts.shape)
+    moved = (ends - starts) * copy.token_bytes
+    begin_s = copy.link_busy_s[:, None] + _as_column(copy.link.round_trip_s)
+    return starts, ends, (begin_s + moved / _as_column(copy.link.bytes_per_s)) * (moved > 0)
+
+
+def _cheapest(cost: Floats, fetches: NDArray[np.bool_], slack: float, copies: Sequence[Copy]) -> Ints:
+    """The column of least cost, where fetching may cost a little more, as `score_placements` says."""
+    per_copy = (cost.shape[1] - 1) // max(1, len(copies))
+    round_trips = [np.broadcast_to(_as_column(copy.link.round_trip_s), (len(cost), per_copy)) for copy in copies]
+    allowed = slack * cost[:, :1] + np.concatenate([np.zeros((len(cost), 1)), *round_trips], axis=1)
+    cheapest: Ints = (cost - allowed * fetches).argmin(axis=1)
+    return cheapest
 
 
 def gpu_price(queue_s: Floats, usual_work_s: float) -> float:
@@ -130,10 +196,13 @@ def gpu_price(queue_s: Floats, usual_work_s: float) -> float:
     return min(PRICE_MAX, PRICE_PER_QUEUE * least_busy / usual_work_s)
 
 
-def _columns(cost: PrefillCost) -> PrefillCost:
+def _as_columns(cost: PrefillCost) -> PrefillCost:
     """The same cost with every array as a column, to broadcast over fetch starts."""
-    fields = (cost.base_s, cost.tokens_per_s, cost.attention_s)
-    return PrefillCost(*(field[:, None] if isinstance(field, np.ndarray) else field for field in fields))
+    return PrefillCost(_as_column(cost.base_s), _as_column(cost.tokens_per_s), _as_column(cost.attention_s))
+
+
+def _as_column(value: Any) -> Any:
+    return value[:, None] if isinstance(value, np.ndarray) else value
 
 
 def _of_near_ties(cost: Floats, ids: NDArray[np.uint64], tie_key: int) -> int:

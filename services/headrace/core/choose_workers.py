@@ -1,53 +1,46 @@
 """Which workers serve a request: a pure decision over a snapshot, without clock, network or randomness of its own.
 
-First rule: longest match, then least loaded, under a load cap. The signature of `choose_workers` is the seam for a cost
-model in seconds: a better rule reads the same request and snapshot and returns the same plan.
+The plan of least predicted cost in seconds, by `choose_placement.py`: who prefills, who decodes, and whether the decode
+worker computes the prompt itself, chosen together. A plan's cost is
+
+    ttft = max(wait, fetch) + compute [+ hand_off]
+    cost = ttft + price + interference + decode + memory
+
+in which `decode` is what the first output tokens take on that worker, and `memory` what a full pool makes a sequence
+wait. Predictions are not better than `TIE_S`: among plans within it, the one whose worker has most of the prompt at
+hand wins, then the least loaded, then the rendezvous hash.
 
 This file does not know how matches are found, how calls are made, or what a failed call means.
 """
 
-import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.core.block import CacheSource, HolderId
+from headrace.core.candidate_costs import CandidateCosts, Snapshot, is_node
+from headrace.core.choose_placement import TIE_S, Floats, Ints, rendezvous
+from headrace.core.decision import PlanReason, PlanTerms, RouteDecision, SettledBy
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import GenerateRequest, WorkerId
+from headrace.core.limits import DECISION_PLANS_MAX
 from headrace.core.members import PrefixMatch, WorkerRecord
+from headrace.core.worker_columns import tokens_max
 
+# A decode worker whose sequences hold more of its memory than this computes no prompts for others to wait behind.
+MEMORY_USE_MAX = 0.9
 
-class PlanReason(StrEnum):
-    """Why the decode worker was chosen: the `reason` label of routing counts."""
-
-    ASKED = "asked"  # the request names it
-    MATCH = "match"  # it has the longest match among workers under the load cap
-    CAPPED = "capped"  # a worker with a longer match was over the load cap
-    LEAST_LOADED = "least_loaded"  # nobody has a match
+TieBreak = Callable[[WorkerId], float]
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """The two numbers of the first rule (see `config.GatewaySettings`)."""
+    """What an operator settles (see `config.GatewaySettings`)."""
 
-    local_prefill_tokens: int
-    load_cap: int
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What is known at the moment of choosing. All of it may be stale; a plan is a hint until a worker accepts it."""
-
-    workers: Sequence[WorkerRecord]  # live workers of the request's model and namespace, and no others
-    match: PrefixMatch
-    in_flight: Mapping[WorkerId, int] = field(default_factory=dict)  # this gateway's own calls, exact
-    failed: frozenset[WorkerId] = frozenset()  # workers that already failed in this request
-
-    def load(self, worker: WorkerRecord) -> int:
-        """Requests on a worker. Its own count lags by a refresh but includes other gateways' calls; ours is exact but
-        includes only ours. The larger of two lower bounds; their sum would count our calls twice."""
-        return max(worker.running + worker.waiting, self.in_flight.get(worker.worker_id, 0))
+    local_prefill_tokens: int  # more missing tokens are not computed by a decode worker while a prefill worker is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +50,16 @@ class Plan:
     decode: WorkerRecord
     prefill: WorkerRecord | None
     missing_tokens: int  # prompt tokens that nobody the decode worker may read from is believed to hold
-    hint_nodes: tuple[str, ...]  # store nodes believed to hold a part of the prefix, longest first
+    hint_nodes: tuple[str, ...]  # store nodes worth loading from for the worker that computes, longest run first
     reason: PlanReason
+    decision: RouteDecision
+
+    def work_s(self, worker_id: WorkerId) -> float:
+        """Predicted seconds of this worker's time until the first token."""
+        terms = self.decision.chosen
+        if worker_id == (terms.prefill_worker or terms.decode_worker):
+            return terms.compute_s
+        return terms.hand_off_s if worker_id == terms.decode_worker else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,99 +70,175 @@ class NoWorker:
 
 
 def choose_workers(
-    request: GenerateRequest, snapshot: Snapshot, rule: RoutingRule, *, tie_break: Callable[[WorkerId], float]
+    request: GenerateRequest, snapshot: Snapshot, rule: RoutingRule, *, tie_break: TieBreak | None = None
 ) -> Plan | NoWorker:
-    """Choose by longest match, then least load, among workers under the load cap; those who are equal by that are
-    settled by the request's affinity key when it has one, else by `tie_break` (smallest wins).
+    """The plan of least predicted cost, as above, among workers that can do the work.
 
-    A worker matches with what its own pool holds and with what its host's store node holds, as far as the request may
-    read from there. The load cap drops workers with more than `load_cap` requests above the least loaded candidate, so
-    a hot prefix spreads. Up to `local_prefill_tokens` missing tokens are the decode worker's own; more go to a prefill
-    worker, if one is there and the decode worker may read what it publishes.
+    A decode worker computes the prompt itself when that costs no more than having it computed and handed over, and it
+    lacks at most `local_prefill_tokens`; without a prefill worker whose blocks it may read, always.
+    tie_break: settles what the rendezvous hash would, smallest wins, for requests without an affinity key.
     Raises InvalidRequest when the request names a worker that cannot serve it.
     """
-    _check_asked(request, snapshot.workers)
-    if request.cache.affinity_key:
-        tie_break = functools.partial(_affinity, request.trust_group, request.cache.affinity_key)
-    assert all(w.model == request.model for w in snapshot.workers)
-    serving = [w for w in snapshot.workers if w.worker_id not in snapshot.failed]
-    decoders = [w for w in serving if w.role.decodes and _fits_decode(w, request)]
+    columns = snapshot.workers
+    _check_asked(request, columns.records)
+    assert all(worker.model == request.model for worker in columns.records)
+    serving = np.array([record.worker_id not in snapshot.failed for record in columns.records], dtype=bool)
+    tokens = len(request.prompt.token_ids)
+    decoders = np.flatnonzero(serving & columns.decodes & (tokens + request.sampling.max_tokens <= columns.tokens_max))
     if request.decode_worker is not None:
-        decoders = [w for w in decoders if w.worker_id == request.decode_worker]
-    if not decoders:
+        decoders = decoders[decoders == columns.row_of[request.decode_worker]]
+    if not len(decoders):
         return NoWorker(why=_why_no_decoder(request, snapshot))
-    ranked = _rank(decoders, request, snapshot, rule, tie_break=tie_break, near="")
-    decode = ranked[0]
-    reachable = _reachable_blocks(decode, request, snapshot.match)
-    missing_tokens = len(request.prompt.token_ids) - reachable * request.prompt.block_tokens
-    prefillers = [w for w in serving if w.role.prefills and w is not decode and _can_hand_over(w, decode, request)]
+    choice = _Choice(request, CandidateCosts(request, snapshot), rule, decoders, tie_break)
+    prefillers = np.flatnonzero(serving & columns.prefills & (tokens <= columns.tokens_max))
+    computing, decode, decision = choice.decide(prefillers)
+    reachable = _reachable_blocks(columns.records[decode], request, snapshot.match)
+    able = [columns.records[row] for row in decoders]
     return Plan(
-        decode=decode,
-        prefill=_choose_prefill(
-            prefillers,
-            request,
-            snapshot,
-            rule,
-            tie_break=tie_break,
-            near=decode.store_node,
-            missing_tokens=missing_tokens,
-        ),
-        missing_tokens=missing_tokens,
-        hint_nodes=_nodes_best_first(snapshot.match),
-        reason=_reason(decode, decoders, request, snapshot.match),
+        decode=columns.records[decode],
+        prefill=None if computing == decode else columns.records[computing],
+        missing_tokens=tokens - reachable * request.prompt.block_tokens,
+        hint_nodes=_nodes_best_first(snapshot.match) if choice.costs.fetches_far(computing) else (),
+        reason=_reason(columns.records[decode], able, request, snapshot.match),
+        decision=decision,
     )
 
 
-def _choose_prefill(
-    prefillers: list[WorkerRecord],
-    request: GenerateRequest,
-    snapshot: Snapshot,
-    rule: RoutingRule,
-    *,
-    tie_break: Callable[[WorkerId], float],
-    near: str,
-    missing_tokens: int,
-) -> WorkerRecord | None:
-    """Who computes the missing tokens, as in `_rank`; None when the decode worker does it itself."""
-    missing_blocks = missing_tokens // request.prompt.block_tokens
-    if missing_blocks == 0:
-        return None  # only a partial block is missing, and those are never published
-    if request.prefill_worker is not None:
-        return next((w for w in prefillers if w.worker_id == request.prefill_worker), None)
-    if missing_tokens <= rule.local_prefill_tokens or not prefillers:
-        return None
-    return _rank(prefillers, request, snapshot, rule, tie_break=tie_break, near=near)[0]
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One choice under way. Workers are rows of the snapshot's columns."""
+
+    request: GenerateRequest
+    costs: CandidateCosts
+    rule: RoutingRule
+    decoders: Ints
+    tie_break: TieBreak | None
+
+    def decide(self, prefillers: Ints) -> tuple[int, int, RouteDecision]:
+        """The worker that computes the prompt, the one that decodes (maybe the same), and why."""
+        costs, local_s = self.costs, self.costs.local_cost_s()
+        prefillers, over_s = self._able_to_hand_over(prefillers)
+        over: Floats = np.full(len(costs.columns), np.inf)  # of handing over, for each prefill worker
+        over[prefillers] = costs.scores.cost_s[prefillers] + over_s
+        barred = self._barred() if len(prefillers) else np.zeros(len(costs.columns), dtype=bool)
+        alone = self.decoders[~barred[self.decoders]]
+        if len(prefillers) and self.request.prefill_worker is not None:
+            alone = alone[:0]
+        least_over_s = over.min()
+        if len(alone) and local_s[alone].min() <= least_over_s:
+            decode, settled = self._pick(local_s, alone, [(-costs.load, SettledBy.LOAD)])
+            chosen = costs.terms(decode, decode, hand_off_s=0.0)
+            return decode, decode, self._decision(chosen, settled, local_s, over, decode=decode, barred=barred)
+        prefill, settled = self._pick(over, prefillers, [(self._beside_decoders(), SettledBy.NEAR)])
+        decode, hand_off_s = self._pick_decode(prefill)
+        chosen = costs.terms(prefill, decode, hand_off_s=hand_off_s)
+        return prefill, decode, self._decision(chosen, settled, local_s, over, decode=decode, barred=barred)
+
+    def _barred(self) -> NDArray[np.bool_]:
+        """Decode workers that must not compute this prompt while a prefill worker can. One that prefills for others
+        anyway, too, may; what is less than a block can only be computed where it is decoded."""
+        costs, columns = self.costs, self.costs.columns
+        tokens_max_here = max(self.rule.local_prefill_tokens, self.request.prompt.block_tokens - 1)
+        too_much = (costs.computed_tokens() > tokens_max_here) | (costs.memory_use >= MEMORY_USE_MAX)
+        barred: NDArray[np.bool_] = too_much & ~columns.prefills
+        return barred & (costs.computed_tokens() >= self.request.prompt.block_tokens)
+
+    def _able_to_hand_over(self, prefillers: Ints) -> tuple[Ints, Floats]:
+        """Those whose blocks a decode worker may read, and the least that handing over adds to each one's cost."""
+        request = self.request
+        missing_blocks = self.costs.computed_tokens()[self.decoders].min() // request.prompt.block_tokens
+        if not request.cache.publish or not request.prompt.chain or missing_blocks == 0:
+            return prefillers[:0], np.zeros(0)
+        if request.prefill_worker is not None:
+            prefillers = prefillers[prefillers == self.costs.columns.row_of[request.prefill_worker]]
+        least_s = self.costs.least_hand_over_s(self.decoders)[prefillers]
+        able = np.isfinite(least_s)
+        return prefillers[able], least_s[able]
+
+    def _beside_decoders(self) -> Ints:
+        """1 for workers whose store node a decode worker maps: what they publish needs no network."""
+        columns = self.costs.columns
+        mapped = columns.node[self.decoders[columns.maps_node[self.decoders]]]
+        beside: Ints = np.isin(columns.node, mapped).astype(np.int64)
+        return beside
+
+    def _pick_decode(self, prefill: int) -> tuple[int, float]:
+        """Who decodes what `prefill` computes, and the seconds of the hand-over."""
+        costs = self.costs
+        hand_off_s = costs.hand_off_s(prefill)
+        total_s = hand_off_s + costs.decode_s + costs.memory_s
+        able = self.decoders[np.isfinite(total_s[self.decoders])]
+        beside = (costs.columns.node == costs.columns.node[prefill]).astype(np.int64)
+        decode, _ = self._pick(total_s, able, [(beside, SettledBy.NEAR), (-costs.load, SettledBy.LOAD)])
+        return decode, float(hand_off_s[decode])
+
+    def _pick(self, cost_s: Floats, rows: Ints, preferences: list[tuple[Ints, SettledBy]]) -> tuple[int, SettledBy]:
+        """The row of least cost; of those within TIE_S of it, the one with most of the prompt at hand, then the highest
+        by each preference, then by what is in its own pool, then by affinity or hash."""
+        near = rows[cost_s[rows] <= cost_s[rows].min() + TIE_S]
+        held = (self.costs.held_tokens, SettledBy.HELD)
+        for values, name in [(None, SettledBy.COST), held, *preferences, (self.costs.device_tokens, SettledBy.HELD)]:
+            if values is not None:
+                near = near[values[near] == values[near].max()]
+            if len(near) == 1:
+                return int(near[0]), name
+        records, affinity = self.costs.columns.records, self.request.cache.affinity_key
+        if self.tie_break is not None and not affinity:
+            tie_break = self.tie_break
+            return min(map(int, near), key=lambda row: tie_break(records[row].worker_id)), SettledBy.HASH
+        key = _tie_key(self.request, self.costs.longest_blocks)
+        return int(near[rendezvous(self.costs.columns.ids[near], key).argmax()]), SettledBy.HASH
+
+    def _decision(
+        self,
+        chosen: PlanTerms,
+        settled_by: SettledBy,
+        local_s: Floats,
+        over_s: Floats,
+        *,
+        decode: int,
+        barred: NDArray[np.bool_],
+    ) -> RouteDecision:
+        """The chosen plan and the next best ones: every decode worker by itself, every prefill worker for the chosen
+        decode worker."""
+        costs = self.costs
+        rows = np.concatenate([self.decoders, np.flatnonzero(np.isfinite(over_s))])
+        total_s = np.concatenate([local_s[self.decoders], over_s[np.isfinite(over_s)]])
+        others = []
+        for place in np.argsort(total_s, kind="stable")[: DECISION_PLANS_MAX + 1]:
+            row = int(rows[place])
+            if place < len(self.decoders):
+                why = "lacks more than local_prefill_tokens, or its memory is nearly full" if barred[row] else ""
+                others.append(costs.terms(row, row, hand_off_s=0.0, barred=why))
+            elif np.isfinite(hand_off_s := costs.hand_off_s(row)[decode]):
+                others.append(costs.terms(row, decode, hand_off_s=float(hand_off_s)))
+        others = [terms for terms in others if _workers_of(terms) != _workers_of(chosen)]
+        named = self.request.decode_worker is not None or self.request.prefill_worker is not None
+        return RouteDecision(
+            prompt_tokens=len(self.request.prompt.token_ids),
+            chosen=chosen,
+            others=tuple(sorted(others, key=lambda terms: terms.cost_s)[:DECISION_PLANS_MAX]),
+            num_considered=len(rows),
+            settled_by=SettledBy.ASKED if named else settled_by,
+            price=costs.price,
+        )
 
 
-def _rank(
-    workers: list[WorkerRecord],
-    request: GenerateRequest,
-    snapshot: Snapshot,
-    rule: RoutingRule,
-    *,
-    tie_break: Callable[[WorkerId], float],
-    near: str,
-) -> list[WorkerRecord]:
-    """Workers under the load cap, best first. `near` is a store node that breaks ties of match and load."""
-    least = min(snapshot.load(w) for w in workers)
-    allowed = [w for w in workers if snapshot.load(w) <= least + rule.load_cap]
-    assert allowed, "the least loaded worker is always under the cap"
-
-    def order(worker: WorkerRecord) -> tuple[int, int, bool, int, float]:
-        local = local_blocks(worker, request, snapshot.match)
-        device = _device_blocks(worker, request, snapshot.match)
-        away = bool(near) and worker.store_node != near
-        return (-local, snapshot.load(worker), away, -device, tie_break(worker.worker_id))
-
-    return sorted(allowed, key=order)
+def _workers_of(terms: PlanTerms) -> tuple[WorkerId | None, WorkerId]:
+    return terms.prefill_worker, terms.decode_worker
 
 
-def _affinity(trust_group: str, key: str, worker_id: WorkerId) -> float:
-    """A worker's place for a key, smallest best (rendezvous hashing): every gateway agrees without asking, and a worker
-    that comes or goes moves only the keys that it wins or won. The trust group is hashed with it, so that no tenant can
-    tell or choose where another one's requests go; lengths keep the parts apart."""
-    parts = [part.encode() for part in (trust_group, key, worker_id)]
-    spelled = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+def _tie_key(request: GenerateRequest, longest_blocks: int) -> int:
+    """Requests of one affinity key meet; others by the first block that nobody holds, which equal prompts have in
+    common. Every gateway agrees without asking, and a worker that comes or goes moves only the keys that it wins or
+    won. The trust group is hashed with the key, so that no tenant can tell or choose where another one's requests go;
+    lengths keep the parts apart."""
+    chain, key = request.prompt.chain, request.cache.affinity_key
+    if key:
+        parts = [part.encode() for part in (request.trust_group, key)]
+        spelled = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    else:
+        spelled = chain[min(longest_blocks, len(chain) - 1)] if chain else request.request_id.encode()
     return int.from_bytes(hashlib.blake2b(spelled, digest_size=8).digest(), "little")
 
 
@@ -180,31 +257,8 @@ def _reachable_blocks(worker: WorkerRecord, request: GenerateRequest, match: Pre
     """Leading blocks that a worker can use at all: other workers' pools cannot be read, other hosts' arenas can."""
     reachable = local_blocks(worker, request, match)
     if CacheSource.GRPC in request.cache.sources:
-        reachable = max([reachable, *(n for holder, n in match.num_blocks_by_holder.items() if _is_node(holder))])
+        reachable = max([reachable, *(n for holder, n in match.num_blocks_by_holder.items() if is_node(holder))])
     return min(reachable, len(request.prompt.chain))
-
-
-def _can_hand_over(prefill: WorkerRecord, decode: WorkerRecord, request: GenerateRequest) -> bool:
-    """Whether blocks that `prefill` publishes can reach `decode` under the request's own rules."""
-    if not request.cache.publish or not _fits_prefill(prefill, request):
-        return False
-    same_node = decode.store_node_near and bool(decode.store_node) and prefill.store_node == decode.store_node
-    sources = request.cache.sources
-    return CacheSource.GRPC in sources or (same_node and CacheSource.SHARED_MEMORY in sources)
-
-
-def _fits_decode(worker: WorkerRecord, request: GenerateRequest) -> bool:
-    tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-    return tokens <= tokens_max(worker)
-
-
-def _fits_prefill(worker: WorkerRecord, request: GenerateRequest) -> bool:
-    return len(request.prompt.token_ids) <= tokens_max(worker)
-
-
-def tokens_max(worker: WorkerRecord) -> int:
-    """Prompt plus output that one sequence may have on a worker: its context, or all of its pool if that is less."""
-    return min(worker.context_tokens_max, worker.pool_blocks * worker.namespace.layout.block_tokens)
 
 
 def _check_asked(request: GenerateRequest, workers: Sequence[WorkerRecord]) -> None:
@@ -231,13 +285,13 @@ def _check_asked(request: GenerateRequest, workers: Sequence[WorkerRecord]) -> N
 
 
 def _why_no_decoder(request: GenerateRequest, snapshot: Snapshot) -> str:
-    live = [w for w in snapshot.workers if w.role.decodes]
+    live = [worker for worker in snapshot.workers.records if worker.role.decodes]
     if not live:
         return f"no decode worker of model {request.model!r} is live"
     tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-    if all(tokens > tokens_max(w) for w in live):
+    if all(tokens > tokens_max(worker) for worker in live):
         return f"no live decode worker has room for {tokens} tokens"
-    tried = sorted(w.worker_id for w in live if w.worker_id in snapshot.failed)
+    tried = sorted(worker.worker_id for worker in live if worker.worker_id in snapshot.failed)
     return f"of {len(live)} decode workers none is left to try (failed in this request: {', '.join(tried) or 'none'})"
 
 
@@ -248,17 +302,13 @@ def _reason(
         return PlanReason.ASKED
     longest = max(local_blocks(w, request, match) for w in decoders)
     if longest == 0:
-        return PlanReason.LEAST_LOADED
-    return PlanReason.MATCH if local_blocks(decode, request, match) == longest else PlanReason.CAPPED
+        return PlanReason.NO_MATCH
+    return PlanReason.MATCH if local_blocks(decode, request, match) == longest else PlanReason.SOONER
 
 
 def _nodes_best_first(match: PrefixMatch) -> tuple[str, ...]:
-    return tuple(holder.removeprefix("node:") for holder in match.best_first() if _is_node(holder))
+    return tuple(holder.removeprefix("node:") for holder in match.best_first() if is_node(holder))
 
 
 def _node_holder(worker: WorkerRecord) -> HolderId:
     return HolderId(f"node:{worker.store_node}")
-
-
-def _is_node(holder: HolderId) -> bool:
-    return holder.startswith("node:")

@@ -244,6 +244,14 @@ REMOVALS_REMEMBERED = 16_384
 RECENT_PROMPTS_MAX = 256
 RECENT_PROMPT_TOKENS_MAX = 1_000_000
 
+# Decisions that a gateway remembers for explanations, and plans beside the chosen one in each: 1,024 of about 5 KB.
+RECENT_DECISIONS_MAX = 1_024
+DECISION_PLANS_MAX = 12
+
+# Placements that are believed before the index knows of them, at the same time: each lasts about as long as its prompt
+# takes to compute, and a gateway has at most 256 requests under way.
+PREDICTED_CHAINS_MAX = 1_024
+
 # Holders that a gateway remembers after they are gone: a few restarts of every holder of a small cluster.
 HOLDERS_REMEMBERED = 256
 

@@ -8,13 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from headrace.core.block import Namespace
-from headrace.core.choose_workers import tokens_max
+from headrace.core.choose_placement import Floats
 from headrace.core.clock import Clock
 from headrace.core.errors import UnknownModel, WorkerUnavailable
-from headrace.core.generation import WorkerId
-from headrace.core.limits import WORKER_SUSPECT_MS, WORKER_TABLE_KEEP_MS
+from headrace.core.generation import RequestId, WorkerId
+from headrace.core.limits import MEMBER_REFRESH_MS, WORKER_SUSPECT_MS, WORKER_TABLE_KEEP_MS, WORKER_TABLE_REFRESH_MS
 from headrace.core.members import WorkerRecord
+from headrace.core.worker_columns import WorkerColumns, tokens_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,22 @@ class ServedModel:
     tokens_max: int  # prompt plus output of one sequence, on the roomiest decode worker
     workers: tuple[WorkerRecord, ...]
     suspects: frozenset[WorkerId]  # those of them that failed a call lately: the last to be tried
+
+
+@dataclass(slots=True, eq=False)
+class PlannedWork:
+    """What one request is predicted to cost one worker until its first token."""
+
+    worker_id: WorkerId
+    planned_s: float
+    work_s: float
+
+
+# How long a call takes until the worker's own books have it.
+CALL_ARRIVES_S = 0.05
+
+# A record is at most this old when it is read: longer differences are those of two hosts' clocks.
+RECORD_AGE_MAX_S = (MEMBER_REFRESH_MS + WORKER_TABLE_REFRESH_MS) / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +63,9 @@ class WorkerTable:
         self._listed_s = clock.now_s()  # when a listing last named anybody
         self._suspects: dict[WorkerId, _Suspicion] = {}
         self._in_flight: dict[WorkerId, int] = {}
+        self._planned: dict[RequestId, list[PlannedWork]] = {}
+        self._told: dict[WorkerId, tuple[int, float]] = {}  # a record's own time, and that on this gateway's clock
+        self._columns: dict[tuple[str, Namespace], WorkerColumns] = {}  # of this listing
 
     def replace(self, records: Sequence[WorkerRecord]) -> None:
         """Take over a fresh listing.
@@ -57,6 +79,8 @@ class WorkerTable:
         if records:
             self._listed_s = now_s
         self._records = {record.worker_id: record for record in records}
+        self._told = {record.worker_id: self._when_told(record, now_s) for record in records}
+        self._columns.clear()
         self._suspects = {
             worker_id: suspicion
             for worker_id, suspicion in self._suspects.items()
@@ -127,6 +151,37 @@ class WorkerTable:
             suspects=frozenset(r.worker_id for r in workers) - live,
         )
 
+    def columns(self, served: ServedModel) -> WorkerColumns:
+        """The model's workers as arrays, made once for each listing."""
+        key = (served.name, served.namespace)
+        if key not in self._columns:
+            self._columns[key] = WorkerColumns(served.workers)
+        return self._columns[key]
+
+    def queue_s(self, columns: WorkerColumns) -> Floats:
+        """Predicted seconds until a prompt that is sent now could begin, on each worker: what its record said, less the
+        time since, and this gateway's own plans that the record cannot know of."""
+        now_s = self._clock.now_s()
+        told_s = np.array([self._told[record.worker_id][1] for record in columns.records])
+        queue_s: Floats = np.maximum(columns.queue_s - (now_s - told_s), 0.0)
+        planned: dict[int, list[PlannedWork]] = {}
+        for parts in self._planned.values():
+            for part in parts:
+                row = columns.row_of.get(part.worker_id)
+                if row is not None and part.planned_s + CALL_ARRIVES_S > told_s[row]:
+                    planned.setdefault(row, []).append(part)
+        for row, later in planned.items():
+            queue_s[row] = _with_later(columns.queue_s[row], told_s[row], later, now_s)
+        return queue_s
+
+    def plan_work(self, request_id: RequestId, worker_id: WorkerId, work_s: float) -> None:
+        """This gateway sends a request's work to a worker; until its record can know of it, the table does."""
+        self._planned.setdefault(request_id, []).append(PlannedWork(worker_id, self._clock.now_s(), work_s))
+
+    def end_work(self, request_id: RequestId) -> None:
+        """The request's prompt is computed, or nobody wants it any more. Idempotent."""
+        self._planned.pop(request_id, None)
+
     @contextmanager
     def in_flight(self, worker_id: WorkerId) -> Iterator[None]:
         """Count one call to a worker for as long as the scope lasts, however it ends."""
@@ -143,10 +198,28 @@ class WorkerTable:
         return dict(self._in_flight)
 
     def check_integrity(self) -> None:
-        """Counts are positive, records lie under their own id."""
+        """Counts are positive, no request is kept without work, records lie under their own id."""
         assert all(count > 0 for count in self._in_flight.values())
+        assert all(self._planned.values())
         assert all(worker_id == record.worker_id for worker_id, record in self._records.items())
 
     def _incarnation(self, worker_id: WorkerId) -> int:
         record = self._records.get(worker_id)
         return record.incarnation if record else 0
+
+    def _when_told(self, record: WorkerRecord, now_s: float) -> tuple[int, float]:
+        """When a record was made, on this gateway's clock; the same for as long as it is the same record."""
+        known = self._told.get(record.worker_id)
+        if known is not None and known[0] == record.unix_ms:
+            return known
+        age_s = (self._clock.unix_ms() - record.unix_ms) / 1000 if record.unix_ms else 0.0
+        return record.unix_ms, now_s - min(max(age_s, 0.0), RECORD_AGE_MAX_S)
+
+
+def _with_later(queue_s: float, told_s: float, later: Sequence[PlannedWork], now_s: float) -> float:
+    """What is left of a queue that had `queue_s` at `told_s`, and took on more since, each as it was planned."""
+    at_s = told_s
+    for part in later:
+        queue_s = max(0.0, queue_s - max(0.0, part.planned_s - at_s)) + part.work_s
+        at_s = max(at_s, part.planned_s)
+    return max(0.0, queue_s - (now_s - at_s))

@@ -1,6 +1,7 @@
-"""What the gateway tells of its routing, as metrics: implements `gateway/route_request.py`'s RouteObserver."""
+"""What the gateway tells of its routing, as metrics: implements `gateway/router.py`'s RouteObserver."""
 
-from headrace.core.choose_workers import PlanReason
+from headrace.core.decision import PlanReason
+from headrace.core.generation import Usage
 from headrace.telemetry.metrics import RECOVERY_KINDS, Metrics
 
 

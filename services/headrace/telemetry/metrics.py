@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.process_collector import ProcessCollector
 
 from headrace.core.block import CacheSource, Tier
-from headrace.core.choose_workers import PlanReason
+from headrace.core.decision import PlanReason
 from headrace.core.errors import (
     BlockCorrupt,
     BlockMissing,

@@ -306,13 +306,13 @@ def test_a_holder_that_did_not_answer_makes_an_eviction_incomplete(run, small_ga
 
 
 def test_config_show_names_the_source_of_every_setting(run, tmp_path, monkeypatch):
-    (tmp_path / "c.yaml").write_text("arena_mb: 64\nload_cap: 3\n")
-    monkeypatch.setenv("HEADRACE_LOAD_CAP", "5")
+    (tmp_path / "c.yaml").write_text("arena_mb: 64\nprefill_workers: 3\n")
+    monkeypatch.setenv("HEADRACE_PREFILL_WORKERS", "5")
     done = run("config", "show", "--config", str(tmp_path / "c.yaml"), "--decode-workers", "7", "--no-exact", "--json")
     rows = {row["name"]: (row["value"], row["source"].split()[0]) for row in json.loads(done.stdout)["settings"]}
     assert rows["decode_workers"] == (7, "flag")
     assert rows["exact"] == (False, "flag")
-    assert rows["load_cap"] == (5, "environment")
+    assert rows["prefill_workers"] == (5, "environment")
     assert rows["arena_mb"] == (64, "file")
     assert rows["block_tokens"] == (64, "default")
 

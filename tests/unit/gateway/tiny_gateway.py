@@ -297,7 +297,7 @@ async def tiny_gateway(
         index=index or real_index,
         membership=membership,
         calls=calls,
-        settings=settings or GatewaySettings(local_prefill_tokens=8, load_cap=4),
+        settings=settings or GatewaySettings(local_prefill_tokens=8),
         clock=clock,
         observer=observer,
         tie_break=lambda worker_id: sum(worker_id.encode()),

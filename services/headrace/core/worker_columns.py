@@ -1,0 +1,141 @@
+"""Worker records as arrays, one row for each worker: what choosing among a thousand of them needs. Made once for each
+listing of the workers, and not changed afterwards.
+
+A record is what a worker said: numbers that make no sense (a rate of 0, a negative time) are bounded here, so that one
+broken worker spoils its own predictions only.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from headrace.core.block import CacheSource, HolderId
+from headrace.core.choose_placement import Floats, Ints
+from headrace.core.generation import WorkerId
+from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_SHARED_MEMORY
+from headrace.core.members import MeasuredLink, PrefixMatch, WorkerRecord
+from headrace.core.step_costs import LinkCost, PrefillCost
+
+RATE_MIN = 1e-3  # tokens or bytes in a second: nothing that works is slower
+
+
+class WorkerColumns:
+    """Live workers of one model and namespace."""
+
+    def __init__(self, records: Sequence[WorkerRecord]) -> None:
+        self.records = tuple(records)
+        self.row_of: Mapping[WorkerId, int] = {record.worker_id: row for row, record in enumerate(self.records)}
+        self.ids = np.array([worker_number(record.worker_id) for record in self.records], dtype=np.uint64)
+        self.prefills = np.array([record.role.prefills for record in self.records], dtype=bool)
+        self.decodes = np.array([record.role.decodes for record in self.records], dtype=bool)
+        self.tokens_max: Ints = np.array([tokens_max(record) for record in self.records], dtype=np.int64)
+        self.load: Ints = np.array([record.running + record.waiting for record in self.records], dtype=np.int64)
+        self.pool_blocks: Ints = np.array([max(1, record.pool_blocks) for record in self.records], dtype=np.int64)
+        # Of the pool, by sequences that run or wait: with none of them, all of it can be had.
+        held = np.array([record.pool_blocks - record.free_blocks for record in self.records], dtype=np.int64)
+        self.used_blocks: Ints = np.clip(held, 0, self.pool_blocks) * (self.load > 0)
+        self.queue_s = self._floats([record.queue_s for record in self.records])
+        self.prefill = PrefillCost(
+            base_s=self._floats([record.costs.prefill_base_s for record in self.records]),
+            tokens_per_s=self._floats([record.costs.prefill_tokens_per_s for record in self.records], RATE_MIN),
+            attention_s=self._floats([record.costs.prefill_attention_s for record in self.records]),
+        )
+        # Seconds of a step as it is now, and of one more sequence in it.
+        self.sequence_s = self._floats([record.costs.decode_sequence_s for record in self.records])
+        kv_tokens = self.used_blocks * np.array([r.namespace.layout.block_tokens for r in self.records], dtype=np.int64)
+        kv_token_s = self._floats([record.costs.decode_kv_token_s for record in self.records])
+        self.step_s = self._floats([record.costs.decode_base_s for record in self.records]) + kv_token_s * kv_tokens
+        # Numbers of the store nodes that workers publish to; -1: none.
+        nodes = sorted({record.store_node for record in self.records if record.store_node})
+        numbers = {node: number for number, node in enumerate(nodes)}
+        self.num_nodes = len(nodes)
+        self.node: Ints = np.array([numbers.get(record.store_node, -1) for record in self.records], dtype=np.int64)
+        self.maps_node = np.array([r.store_node_near and bool(r.store_node) for r in self.records], dtype=bool)
+        self._holder_to_rows = self._rows_by_holder()
+        self._measured: Mapping[tuple[str, CacheSource], list[tuple[int, MeasuredLink]]] | None = None
+        self._links: dict[tuple[str, CacheSource], LinkCost] = {}
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def device_blocks(self, match: PrefixMatch) -> Ints:
+        """Leading blocks in each worker's own pool."""
+        return self._blocks(match, "worker:")
+
+    def shared_blocks(self, match: PrefixMatch) -> Ints:
+        """Leading blocks in the arena that each worker maps."""
+        return self._blocks(match, "node:")
+
+    def link(self, node_id: str, via: CacheSource) -> LinkCost:
+        """Every worker's way to a store node, arrays of [workers]; a worker that has not used it has what others
+        measured of such ways, or what is assumed of any."""
+        key = (node_id, via)
+        if key not in self._links:
+            usual = self._usual(via)
+            rates, trips = np.full(len(self), usual.bytes_per_s), np.full(len(self), usual.round_trip_s)
+            for row, measured in self._by_link().get(key, ()):
+                rates[row], trips[row] = max(RATE_MIN, measured.bytes_per_s), max(0.0, measured.round_trip_s)
+            self._links[key] = LinkCost(rates, trips)  # type: ignore[arg-type]
+        return self._links[key]
+
+    def shared_memory(self) -> LinkCost:
+        """Every worker's way to the arena that it maps, as in `link`."""
+        key = ("", CacheSource.SHARED_MEMORY)
+        if key not in self._links:
+            usual = self._usual(CacheSource.SHARED_MEMORY)
+            rates, trips = np.full(len(self), usual.bytes_per_s), np.full(len(self), usual.round_trip_s)
+            for (node_id, via), rows in self._by_link().items():
+                for row, measured in rows:
+                    if via is CacheSource.SHARED_MEMORY and self.records[row].store_node == node_id:
+                        rates[row], trips[row] = max(RATE_MIN, measured.bytes_per_s), max(0.0, measured.round_trip_s)
+            self._links[key] = LinkCost(rates, trips)  # type: ignore[arg-type]
+        return self._links[key]
+
+    def _floats(self, values: Sequence[float], least: float = 0.0) -> Floats:
+        return np.maximum(np.array(values, dtype=np.float64), least)
+
+    def _blocks(self, match: PrefixMatch, kind: str) -> Ints:
+        found: Ints = np.zeros(len(self), dtype=np.int64)
+        for holder, num_blocks in match.num_blocks_by_holder.items():
+            rows = self._holder_to_rows.get(holder) if holder.startswith(kind) else None
+            if rows is not None:
+                found[rows] = num_blocks
+        return found
+
+    def _rows_by_holder(self) -> dict[HolderId, Ints]:
+        rows: dict[HolderId, list[int]] = {}
+        for row, record in enumerate(self.records):
+            rows[record.holder_id] = [row]
+            if self.maps_node[row]:
+                rows.setdefault(HolderId(f"node:{record.store_node}"), []).append(row)
+        return {holder: np.array(numbers, dtype=np.int64) for holder, numbers in rows.items()}
+
+    def _by_link(self) -> Mapping[tuple[str, CacheSource], list[tuple[int, MeasuredLink]]]:
+        if self._measured is None:
+            found: dict[tuple[str, CacheSource], list[tuple[int, MeasuredLink]]] = {}
+            for row, record in enumerate(self.records):
+                for link in record.links:
+                    found.setdefault((link.node_id, link.via), []).append((row, link))
+            self._measured = found
+        return self._measured
+
+    def _usual(self, via: CacheSource) -> LinkCost:
+        measured = [link for (_, way), rows in self._by_link().items() if way is via for _, link in rows]
+        if not measured:
+            return PRIOR_SHARED_MEMORY if via is CacheSource.SHARED_MEMORY else PRIOR_GRPC
+        return LinkCost(
+            bytes_per_s=max(RATE_MIN, median(link.bytes_per_s for link in measured)),
+            round_trip_s=max(0.0, median(link.round_trip_s for link in measured)),
+        )
+
+
+def tokens_max(worker: WorkerRecord) -> int:
+    """Prompt plus output that one sequence may have on a worker: its context, or all of its pool if that is less."""
+    return min(worker.context_tokens_max, worker.pool_blocks * worker.namespace.layout.block_tokens)
+
+
+def worker_number(worker_id: str) -> int:
+    """A stable number for rendezvous hashing: every gateway has the same."""
+    return int.from_bytes(hashlib.blake2b(worker_id.encode(), digest_size=8).digest(), "little")
