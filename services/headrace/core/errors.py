@@ -7,7 +7,8 @@
     │   └── RequestTooLarge   refused before it is read               (bytes_max)
     ├── Unauthenticated       no API key, or none that is known       ()
     ├── PermissionDenied      the key's role does not allow this      (what)
-    ├── Overloaded            try again later                         (retry_after_ms)
+    ├── Overloaded            the system is full, try again later     (retry_after_ms)
+    │   └── TenantOverShare   the caller's tenant has its share       (retry_after_ms)
     ├── WorkerUnavailable     the worker died, left or cannot serve   (worker_id)
     ├── DeadlineExceeded      time is up                              (what)
     ├── ModelRefused          this model cannot be served or cached   (model, why)
@@ -97,6 +98,10 @@ class Overloaded(HeadraceError):
     def __init__(self, message: str, *, retry_after_ms: int) -> None:
         super().__init__(f"{message}; try again in {retry_after_ms} ms")
         self.retry_after_ms = retry_after_ms
+
+
+class TenantOverShare(Overloaded):
+    """The caller's tenant has as much under way as it may while others need room; others are served."""
 
 
 class WorkerUnavailable(HeadraceError):

@@ -68,6 +68,7 @@ class GenerateRequest:
     cache_salt: str = ""  # settles by the caller's key, and to this salt, which the caller chooses
     decode_worker: WorkerId | None = None  # asked for by the caller; None: the gateway chooses
     prefill_worker: WorkerId | None = None
+    priority: int = 0  # -PRIORITY_MAX..PRIORITY_MAX, higher first (core/queue_order.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from headrace.core.block import Namespace
 from headrace.core.budgets import TENANTS_FILE, Budget
-from headrace.core.limits import API_KEY_CHARS_MAX, API_KEY_CHARS_MIN
+from headrace.core.limits import API_KEY_CHARS_MAX, API_KEY_CHARS_MIN, PRIORITY_MAX
 
 KEY_PREFIX = "hr-"  # so that scanners for leaked secrets, and people, know one when they see it
 SCHEME = "sha256"
@@ -43,6 +43,7 @@ class Tenant:
     ttl_s: float | None = None  # of blocks of its requests that name no time to live themselves
     bytes_max: int | None = None
     bytes_min: int = 0
+    priority_max: int = 0  # the highest that its requests may have; 0 is everybody's normal one
 
     @property
     def is_admin(self) -> bool:
@@ -51,7 +52,7 @@ class Tenant:
 
 
 # The one tenant of a deployment without a tenants file: nobody is kept from anything.
-EVERYBODY = Tenant(name="default", trust_group="", role=TenantRole.ADMIN)
+EVERYBODY = Tenant(name="default", trust_group="", role=TenantRole.ADMIN, priority_max=PRIORITY_MAX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ tenants:
     keys: ["sha256:<salt>:<digest>"]    # made by `headrace tenants hash-key`
     ttl: 1h                             # of blocks of its requests that name no time to live themselves
     quota_mb: 4096                      # the most that its trust group may have on each store node, in MiB
+    priority_max: 0                     # the highest priority that its requests may have, -4..4; default 0, the normal
     protected_mb: 512                   # what others' blocks never take from it on each store node
   - name: acme-batch
     trust_group: acme-all               # shares blocks, and bounds, with every tenant of the same trust_group
@@ -22,12 +23,12 @@ from typing import Any
 import yaml
 
 from headrace.core.errors import ConfigInvalid, InvalidRequest
-from headrace.core.limits import API_KEYS_MAX, TENANTS_FILE_BYTES_MAX
+from headrace.core.limits import API_KEYS_MAX, PRIORITY_MAX, TENANTS_FILE_BYTES_MAX
 from headrace.core.retention import parse_ttl
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, trust_group_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FIELDS = {"name", "keys", "role", "trust_group", "ttl", "quota_mb", "protected_mb"}
+FIELDS = {"name", "keys", "role", "trust_group", "ttl", "quota_mb", "protected_mb", "priority_max"}
 _Bounds = tuple[int | None, int]  # bytes_max, bytes_min
 MIB_MAX = 1 << 40  # an exbibyte: more is a mistake, and must still fit a 64-bit number of bytes
 
@@ -110,6 +111,9 @@ def _keys_of(entry: Any, bounds: dict[str, _Bounds], path: str | Path) -> Iterat
         raise _invalid(
             path, f"tenant {name!r}: keys must be a list of at least one line of `headrace tenants hash-key`"
         )
+    priority_max = entry.get("priority_max", 0)
+    if type(priority_max) is not int or not -PRIORITY_MAX <= priority_max <= PRIORITY_MAX:
+        raise _invalid(path, f"tenant {name!r}: priority_max must lie in {-PRIORITY_MAX}..{PRIORITY_MAX}")
     trust_group = trust_group_of(name, group)
     bytes_max, bytes_min = bounds[trust_group]
     tenant = Tenant(
@@ -119,6 +123,7 @@ def _keys_of(entry: Any, bounds: dict[str, _Bounds], path: str | Path) -> Iterat
         ttl_s=ttl_s,
         bytes_max=bytes_max,
         bytes_min=bytes_min,
+        priority_max=priority_max,
     )
     for line in spelled:
         hashed = HashedKey.parse(line) if isinstance(line, str) else None

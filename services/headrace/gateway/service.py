@@ -6,6 +6,7 @@ one turn their requests into ClientRequest and render what `generate` yields.
 
 import asyncio
 import logging
+import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -15,7 +16,7 @@ from headrace.config import GatewaySettings
 from headrace.core.block import HashedPrompt, Namespace, hash_prompt
 from headrace.core.choose_workers import RoutingRule
 from headrace.core.clock import Clock, Deadline
-from headrace.core.errors import ContextExceeded, IndexUnavailable, Overloaded, WorkerUnavailable
+from headrace.core.errors import ContextExceeded, IndexUnavailable, InvalidRequest, Overloaded, WorkerUnavailable
 from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, WorkerId
 from headrace.core.limits import (
     GATEWAY_INFLIGHT_MAX,
@@ -83,7 +84,7 @@ class GatewayService:
         clock: Clock,
         tokenizers: Tokenizers | None = None,
         observer: RouteObserver | None = None,
-        tie_break: Callable[[WorkerId], float] | None = None,
+        tie_break: Callable[[WorkerId], float] = lambda worker_id: random.random(),
         inflight_max: int = GATEWAY_INFLIGHT_MAX,
         key_ring: KeyRing | None = None,
         tenants_file: TenantsFile | None = None,
@@ -102,17 +103,15 @@ class GatewayService:
         self.seen_holders = SeenHolders()
         self.tokenizers = tokenizers or Tokenizers()
         self._observer = observer or Unobserved()
-        self.planner = RoutePlanner(
-            self.table,
-            RoutingRule(local_prefill_tokens=settings.local_prefill_tokens),
-            clock=clock,
-            tie_break=tie_break,
-        )
         self._router = Router(
             index=index,
             calls=TimedWorkerCalls(calls, rate=self.prefill_rate, clock=clock),
             table=self.table,
-            planner=self.planner,
+            planner=RoutePlanner(
+                self.table,
+                RoutingRule(local_prefill_tokens=settings.local_prefill_tokens, load_cap=settings.load_cap),
+                tie_break=tie_break,
+            ),
             observer=self._observer,
         )
         self._inflight_max = inflight_max
@@ -209,8 +208,7 @@ class GatewayService:
         deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
         with self._admitted():
             requests = await self._prepare(request, tenant, deadline)
-            request_id = requests[0].request_id
-            yield Accepted(request_id=request_id, model=requests[0].model)
+            yield Accepted(request_id=requests[0].request_id, model=requests[0].model)
             waiting = True
             try:
                 async with aclosing(route_request(requests, router=self._router, deadline=deadline)) as events:
@@ -218,17 +216,13 @@ class GatewayService:
                         if waiting and isinstance(event, ChoiceToken):
                             waiting = False
                             self._observer.first_token(self.clock.now_s() - accepted_s)
-                            self.planner.first_token(request_id, self.clock.now_s() - accepted_s)
                         if isinstance(event, ChoiceFinished) and event.choice == 0:
-                            self.planner.decisions.finished(request_id, event.finished)
                             cached_tokens = event.finished.usage.cached.total
-                            self.recent_prompts.served(request_id, cached_tokens=cached_tokens)
+                            self.recent_prompts.served(requests[0].request_id, cached_tokens=cached_tokens)
                         yield event
             except WorkerUnavailable:
                 self._refresh_now.set()
                 raise
-            finally:
-                self.planner.ended(request_id)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
@@ -267,6 +261,7 @@ class GatewayService:
                 cache_salt=request.cache_salt,
                 decode_worker=request.decode_worker,
                 prefill_worker=request.prefill_worker,
+                priority=settle_priority(request.priority, tenant),
             )
             for choice in range(request.choices)
         ]
@@ -301,6 +296,18 @@ def settle_retention(cache: CacheControl, tenant: Tenant) -> CacheControl:
     if tenant.ttl_s is None or cache.retention.ttl_s is not None:
         return cache
     return replace(cache, retention=replace(cache.retention, ttl_s=tenant.ttl_s))
+
+
+def settle_priority(priority: int | None, tenant: Tenant) -> int:
+    """A request's own priority, else the normal one or the tenant's highest, if that is lower."""
+    if priority is None:
+        return min(0, tenant.priority_max)
+    if priority > tenant.priority_max:
+        raise InvalidRequest(
+            f"priority {priority} is above {tenant.priority_max}, the highest for tenant {tenant.name}; leave it out",
+            param="priority",
+        )
+    return priority
 
 
 def settle_sampling(options: SamplingOptions, *, prompt_tokens: int, tokens_max: int) -> SamplingParams:

@@ -236,6 +236,8 @@ class Worker:
             use_device=CacheSource.DEVICE in sources,
             deadline=deadline,
             ttl_s=math.inf if ttl_s is None else ttl_s,
+            account=request.trust_group,
+            priority=request.priority,
         )
         try:
             num_device = min(admission.num_device_blocks, reusable_blocks)

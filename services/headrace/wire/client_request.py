@@ -70,3 +70,4 @@ class ClientRequest:
     cache_salt: str = ""
     decode_worker: WorkerId | None = None
     prefill_worker: WorkerId | None = None
+    priority: int | None = None  # None: the tenant's usual one

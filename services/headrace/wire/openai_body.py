@@ -22,6 +22,7 @@ from headrace.wire.parse import (
     chat_prompt,
     chat_turn,
     checked_affinity_key,
+    checked_priority,
     checked_prompt_text,
     checked_salt,
     checked_sampling,
@@ -32,6 +33,8 @@ from headrace.wire.parse import (
 from headrace.wire.read_retention import read_retention
 
 JsonObject = Mapping[str, Any]
+
+FLEX_PRIORITY = -1
 
 # Parameter -> values that mean "not used". Any other value asks for something that is not done here.
 UNSUPPORTED_COMMON: dict[str, tuple[Any, ...]] = {
@@ -142,6 +145,7 @@ def _openai_request(body: JsonObject, prompts: Sequence[Prompt], sampling: Sampl
             cache_salt=checked_salt(_text(body, "cache_salt") or ""),
             decode_worker=_worker(control, "decode_worker"),
             prefill_worker=_worker(control, "prefill_worker"),
+            priority=_priority(body, control),
         )
         for prompt in prompts
     )
@@ -281,6 +285,17 @@ def _cache(body: JsonObject, control: JsonObject) -> CacheControl:
         retention=read_retention(body, control),
         affinity_key=checked_affinity_key(_text(body, "prompt_cache_key") or "", param="prompt_cache_key"),
     )
+
+
+def _priority(body: JsonObject, control: JsonObject) -> int | None:
+    """`headrace.priority`, else -1 for `service_tier: flex`: cheaper because others go first, which is what it means.
+
+    The other tiers promise what a server cannot say it keeps (speed, a bill), and are ignored like unknown fields.
+    """
+    priority = _integer(control, "priority", prefix="headrace.")
+    if priority is None and body.get("service_tier") == "flex":
+        return FLEX_PRIORITY
+    return checked_priority(priority, param="headrace.priority")
 
 
 def _worker(control: JsonObject, name: str) -> WorkerId | None:

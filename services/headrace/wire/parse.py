@@ -15,6 +15,7 @@ from headrace.core.limits import (
     AFFINITY_KEY_CHARS_MAX,
     CACHE_SALT_CHARS_MAX,
     LOGPROBS_MAX,
+    PRIORITY_MAX,
     PROMPT_CHARS_MAX,
     REQUEST_TIMEOUT_MS_MAX,
     STOP_STRING_CHARS_MAX,
@@ -65,6 +66,7 @@ def parse_generate_request(message: inference_pb2.GenerateRequest) -> ClientRequ
         cache_salt=checked_salt(message.cache_salt),
         decode_worker=WorkerId(cache.decode_worker) if cache.decode_worker else None,
         prefill_worker=WorkerId(cache.prefill_worker) if cache.prefill_worker else None,
+        priority=checked_priority(message.priority if message.HasField("priority") else None, param="priority"),
     )
 
 
@@ -214,6 +216,13 @@ def checked_affinity_key(key: str, *, param: str) -> str:
     if len(key) > AFFINITY_KEY_CHARS_MAX:
         raise InvalidRequest(f"{param} has at most {AFFINITY_KEY_CHARS_MAX} characters", param=param)
     return checked_text(key, param=param)
+
+
+def checked_priority(priority: int | None, *, param: str) -> int | None:
+    """A priority within the bounds that hold for everybody; the tenant's own is the gateway's to check."""
+    if priority is not None:
+        _check_range(param, priority, low=-PRIORITY_MAX, high=PRIORITY_MAX)
+    return priority
 
 
 def checked_text(text: str, *, param: str) -> str:

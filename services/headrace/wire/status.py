@@ -20,6 +20,7 @@ from headrace.core.errors import (
     Overloaded,
     PermissionDenied,
     RequestTooLarge,
+    TenantOverShare,
     Unauthenticated,
     UnknownModel,
     WorkerUnavailable,
@@ -65,7 +66,11 @@ TABLE: tuple[tuple[type[HeadraceError], ErrorStatus], ...] = (
         PermissionDenied,
         ErrorStatus(grpc.StatusCode.PERMISSION_DENIED, 403, "invalid_request_error", "insufficient_permissions"),
     ),
-    (Overloaded, ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "overloaded")),
+    (
+        TenantOverShare,
+        ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_exceeded"),
+    ),
+    (Overloaded, ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded")),
     (WorkerUnavailable, ErrorStatus(grpc.StatusCode.UNAVAILABLE, 503, "server_error", "worker_unavailable")),
     (DeadlineExceeded, ErrorStatus(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "deadline_exceeded")),
     (ModelRefused, ErrorStatus(grpc.StatusCode.FAILED_PRECONDITION, 503, "server_error", "model_refused")),
@@ -128,7 +133,8 @@ def error_of(code: grpc.StatusCode, message: str, metadata: Iterable[tuple[str, 
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         wait = told.get(RETRY_AFTER_KEY, "")
         what = message.rpartition("; try again in ")[0] or message
-        return Overloaded(what, retry_after_ms=int(wait) if wait.isdigit() else RETRY_AFTER_MS)
+        kind = TenantOverShare if told.get(ERROR_KEY) == TenantOverShare.__name__ else Overloaded
+        return kind(what, retry_after_ms=int(wait) if wait.isdigit() else RETRY_AFTER_MS)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(message.removeprefix("deadline exceeded: "))
     if code is grpc.StatusCode.UNAVAILABLE:

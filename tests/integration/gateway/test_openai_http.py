@@ -189,9 +189,9 @@ async def test_faults_of_workers_have_their_statuses(model_path):
         ask = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3}
         for worker in gateway.calls.workers.values():
             worker.fails = Overloaded("full", retry_after_ms=1500)
-        with pytest.raises(openai.RateLimitError) as raised:
+        with pytest.raises(openai.InternalServerError) as raised:
             await client.chat.completions.create(**ask)
-        assert raised.value.response.headers["retry-after"] == "2"
+        assert (raised.value.status_code, raised.value.response.headers["retry-after"]) == (503, "2")
         for worker in gateway.calls.workers.values():
             worker.fails = WorkerUnavailable(worker.record.worker_id, "died")
         with pytest.raises(openai.InternalServerError) as raised:
@@ -286,10 +286,10 @@ async def test_ready_means_that_a_decode_worker_is_known_and_health_does_not(mod
         assert (await client.get(f"{url}/metrics")).text == "headrace_up 1\n"
 
 
-async def test_a_full_gateway_answers_429_with_a_time_to_come_back(model_path):
+async def test_a_full_gateway_answers_503_with_a_time_to_come_back(model_path):
     """Fails when admission has no bound, or its refusal no Retry-After."""
     async with served(model_path, inflight_max=0) as (_, url), httpx.AsyncClient() as client:
         reply = await client.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "x"})
-        assert reply.status_code == 429
+        assert reply.status_code == 503
         assert int(reply.headers["retry-after"]) >= 1
         assert reply.json()["error"]["code"] == "overloaded"

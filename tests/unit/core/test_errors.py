@@ -14,6 +14,7 @@ EXAMPLES = [
     errors.Unauthenticated("no API key"),
     errors.PermissionDenied("see it"),
     errors.Overloaded("full", retry_after_ms=20),
+    errors.TenantOverShare("your share", retry_after_ms=20),
     errors.WorkerUnavailable("w1", "died"),
     errors.DeadlineExceeded("a peer"),
     errors.ModelRefused("m", "MLA"),

@@ -57,6 +57,8 @@ def test_each_tenant_is_a_group_of_its_own_unless_the_operator_names_one(tmp_pat
         (f"tenants: [{{name: a, quota_mb: '5', keys: ['{LINE}']}}]", "quota_mb must be a whole number of MiB"),
         (f"tenants: [{{name: a, quota_mb: true, keys: ['{LINE}']}}]", "quota_mb must be a whole number of MiB"),
         (f"tenants: [{{name: a, protected_mb: -1, keys: ['{LINE}']}}]", "protected_mb must be a whole number of MiB"),
+        (f"tenants: [{{name: a, priority_max: 5, keys: ['{LINE}']}}]", "priority_max must lie in -4..4"),
+        (f"tenants: [{{name: a, priority_max: true, keys: ['{LINE}']}}]", "priority_max must lie in -4..4"),
         (f"tenants: [{{name: a, quota_mb: 2, protected_mb: 3, keys: ['{LINE}']}}]", "larger than quota_mb"),
         (
             f"tenants: [{{name: a, trust_group: g, quota_mb: 2, keys: ['{LINE}']}},"
@@ -136,3 +138,15 @@ async def test_a_file_that_broke_is_logged_and_the_one_before_stays_in_force(tmp
     write(tmp_path, one_tenant("again", key))
     found = [await file.reread() for _ in range(3)]
     assert [ring.tenant_of(key).name for ring in found if ring] == ["again"]
+
+
+def test_a_tenants_priority_is_the_normal_one_unless_the_file_says_more(tmp_path):
+    """Fails when a tenant may outrank others without the operator's word."""
+    lines = [HashedKey.of(new_key()).spell() for _ in range(2)]
+    ring = read_tenants(
+        write(
+            tmp_path,
+            f"tenants:\n- {{name: a, keys: ['{lines[0]}']}}\n- {{name: b, priority_max: -2, keys: ['{lines[1]}']}}",
+        )
+    )
+    assert [tenant.priority_max for tenant in ring.tenants] == [0, -2]

@@ -6,11 +6,11 @@ import threading
 import pytest
 from tiny_gateway import make_namespace, make_worker_record, tiny_gateway
 
-from headrace.core.errors import IndexUnavailable
+from headrace.core.errors import IndexUnavailable, InvalidRequest
 from headrace.core.generation import CacheControl
 from headrace.core.retention import Retention
 from headrace.core.tenants import Tenant
-from headrace.gateway.service import hash_for, settle_retention, settle_sampling
+from headrace.gateway.service import hash_for, settle_priority, settle_retention, settle_sampling
 from headrace.gateway.tokenize_prompt import PromptTokenizer, Tokenizers, load_tokenizer
 from headrace.wire.client_request import SamplingOptions
 
@@ -126,6 +126,22 @@ def test_a_tenants_time_to_live_is_that_of_requests_that_name_none(named, of_ten
     cache = CacheControl(publish=False, retention=Retention(ttl_s=named, on_disk=False))
     found = settle_retention(cache, Tenant("a", "tenant:a", ttl_s=of_tenant))
     assert found == CacheControl(publish=False, retention=Retention(ttl_s=settled, on_disk=False))
+
+
+@pytest.mark.parametrize(
+    ("named", "highest", "settled"), [(None, 0, 0), (None, 3, 0), (None, -2, -2), (0, 0, 0), (-4, 0, -4), (2, 3, 2)]
+)
+def test_a_request_has_the_priority_that_it_names_within_its_tenants(named, highest, settled):
+    """Fails when a request that names none is raised, or one of a tenant in the background counts as normal."""
+    assert settle_priority(named, Tenant("a", "tenant:a", priority_max=highest)) == settled
+
+
+@pytest.mark.parametrize(("named", "highest"), [(1, 0), (0, -1), (4, 3)])
+def test_nobody_outranks_others_by_asking(named, highest):
+    """Fails when a tenant may name any priority."""
+    with pytest.raises(InvalidRequest, match="the highest for tenant a") as refusal:
+        settle_priority(named, Tenant("a", "tenant:a", priority_max=highest))
+    assert refusal.value.param == "priority"
 
 
 async def test_work_beside_the_refresh_runs_again_and_again_until_the_stop(model_path):

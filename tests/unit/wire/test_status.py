@@ -14,6 +14,7 @@ from headrace.core.errors import (
     PermissionDenied,
     RequestTooLarge,
     StoreFull,
+    TenantOverShare,
     Unauthenticated,
     UnknownModel,
     WorkerUnavailable,
@@ -28,7 +29,8 @@ ERRORS = [
     (UnknownModel("x", ["m"]), 404, "NOT_FOUND"),
     (Unauthenticated("no API key"), 401, "UNAUTHENTICATED"),
     (PermissionDenied("see other groups"), 403, "PERMISSION_DENIED"),
-    (Overloaded("full", retry_after_ms=1500), 429, "RESOURCE_EXHAUSTED"),
+    (Overloaded("full", retry_after_ms=1500), 503, "RESOURCE_EXHAUSTED"),
+    (TenantOverShare("its share", retry_after_ms=1500), 429, "RESOURCE_EXHAUSTED"),
     (WorkerUnavailable("d0", "it died"), 503, "UNAVAILABLE"),
     (WorkerUnavailable("", "nobody"), 503, "UNAVAILABLE"),
     (DeadlineExceeded("decode on d0"), 504, "DEADLINE_EXCEEDED"),
@@ -56,6 +58,7 @@ def test_an_error_crosses_the_wire_with_its_class_and_words(error):
     if isinstance(error, caught):
         kind = next(k for k in caught if isinstance(error, k))
         assert isinstance(told, kind)
+        assert isinstance(told, TenantOverShare) == isinstance(error, TenantOverShare)
         assert str(told) == str(error)
     assert getattr(told, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
     assert isinstance(told, HeadraceError)

@@ -24,47 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\"\x8c\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12(\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x19.headrace.v1.CacheOptions\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x08\n\x06prompt\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfa\x01\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xc6\x01\n\x0c\x43\x61\x63heOptions\x12\x0e\n\x06\x62ypass\x18\x01 \x01(\x08\x12)\n\x07sources\x18\x02 \x03(\x0e\x32\x18.headrace.v1.CacheSource\x12\x12\n\nno_publish\x18\x03 \x01(\x08\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x07 \x01(\x08\x12\x14\n\x0c\x61\x66\x66inity_key\x18\x08 \x01(\t\"\x8b\x01\n\rGenerateEvent\x12)\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x15.headrace.v1.AcceptedH\x00\x12#\n\x05token\x18\x02 \x01(\x0b\x32\x12.headrace.v1.TokenH\x00\x12!\n\x04\x64one\x18\x03 \x01(\x0b\x32\x11.headrace.v1.DoneH\x00\x42\x07\n\x05\x65vent\"-\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"x\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.headrace.v1.TopLogprobB\n\n\x08_logprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"}\n\x04\x44one\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\"k\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x30\n\rcached_tokens\x18\x03 \x01(\x0b\x32\x19.headrace.v1.CachedTokens\"C\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\r\x12\x15\n\rshared_memory\x18\x02 \x01(\r\x12\x0c\n\x04grpc\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x0fListModelsReply\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"X\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12\x63ontext_tokens_max\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\t*{\n\x0b\x43\x61\x63heSource\x12\x1c\n\x18\x43\x41\x43HE_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_SOURCE_DEVICE\x10\x01\x12\x1e\n\x1a\x43\x41\x43HE_SOURCE_SHARED_MEMORY\x10\x02\x12\x15\n\x11\x43\x41\x43HE_SOURCE_GRPC\x10\x03\x32\x9f\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1a.headrace.v1.GenerateEvent0\x01\x12J\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1c.headrace.v1.ListModelsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\"\xb0\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12(\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x19.headrace.v1.CacheOptions\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x15\n\x08priority\x18\t \x01(\x11H\x01\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priority\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfa\x01\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x15\n\x08logprobs\x18\x07 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xc6\x01\n\x0c\x43\x61\x63heOptions\x12\x0e\n\x06\x62ypass\x18\x01 \x01(\x08\x12)\n\x07sources\x18\x02 \x03(\x0e\x32\x18.headrace.v1.CacheSource\x12\x12\n\nno_publish\x18\x03 \x01(\x08\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x07 \x01(\x08\x12\x14\n\x0c\x61\x66\x66inity_key\x18\x08 \x01(\t\"\x8b\x01\n\rGenerateEvent\x12)\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x15.headrace.v1.AcceptedH\x00\x12#\n\x05token\x18\x02 \x01(\x0b\x32\x12.headrace.v1.TokenH\x00\x12!\n\x04\x64one\x18\x03 \x01(\x0b\x32\x11.headrace.v1.DoneH\x00\x42\x07\n\x05\x65vent\"-\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"x\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.headrace.v1.TopLogprobB\n\n\x08_logprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"}\n\x04\x44one\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\"k\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x30\n\rcached_tokens\x18\x03 \x01(\x0b\x32\x19.headrace.v1.CachedTokens\"C\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\r\x12\x15\n\rshared_memory\x18\x02 \x01(\r\x12\x0c\n\x04grpc\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x0fListModelsReply\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"X\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12\x63ontext_tokens_max\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\t*{\n\x0b\x43\x61\x63heSource\x12\x1c\n\x18\x43\x41\x43HE_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43\x41\x43HE_SOURCE_DEVICE\x10\x01\x12\x1e\n\x1a\x43\x41\x43HE_SOURCE_SHARED_MEMORY\x10\x02\x12\x15\n\x11\x43\x41\x43HE_SOURCE_GRPC\x10\x03\x32\x9f\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1a.headrace.v1.GenerateEvent0\x01\x12J\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1c.headrace.v1.ListModelsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.wire.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CACHESOURCE']._serialized_start=1745
-  _globals['_CACHESOURCE']._serialized_end=1868
+  _globals['_CACHESOURCE']._serialized_start=1781
+  _globals['_CACHESOURCE']._serialized_end=1904
   _globals['_GENERATEREQUEST']._serialized_start=45
-  _globals['_GENERATEREQUEST']._serialized_end=313
-  _globals['_CHATMESSAGES']._serialized_start=315
-  _globals['_CHATMESSAGES']._serialized_end=373
-  _globals['_CHATMESSAGE']._serialized_start=375
-  _globals['_CHATMESSAGE']._serialized_end=419
-  _globals['_TOKENIDS']._serialized_start=421
-  _globals['_TOKENIDS']._serialized_end=444
-  _globals['_SAMPLING']._serialized_start=447
-  _globals['_SAMPLING']._serialized_end=697
-  _globals['_CACHEOPTIONS']._serialized_start=700
-  _globals['_CACHEOPTIONS']._serialized_end=898
-  _globals['_GENERATEEVENT']._serialized_start=901
-  _globals['_GENERATEEVENT']._serialized_end=1040
-  _globals['_ACCEPTED']._serialized_start=1042
-  _globals['_ACCEPTED']._serialized_end=1087
-  _globals['_TOKEN']._serialized_start=1089
-  _globals['_TOKEN']._serialized_end=1209
-  _globals['_TOPLOGPROB']._serialized_start=1211
-  _globals['_TOPLOGPROB']._serialized_end=1272
-  _globals['_DONE']._serialized_start=1274
-  _globals['_DONE']._serialized_end=1399
-  _globals['_USAGE']._serialized_start=1401
-  _globals['_USAGE']._serialized_end=1508
-  _globals['_CACHEDTOKENS']._serialized_start=1510
-  _globals['_CACHEDTOKENS']._serialized_end=1577
-  _globals['_LISTMODELSREQUEST']._serialized_start=1579
-  _globals['_LISTMODELSREQUEST']._serialized_end=1598
-  _globals['_LISTMODELSREPLY']._serialized_start=1600
-  _globals['_LISTMODELSREPLY']._serialized_end=1653
-  _globals['_MODEL']._serialized_start=1655
-  _globals['_MODEL']._serialized_end=1743
-  _globals['_INFERENCE']._serialized_start=1871
-  _globals['_INFERENCE']._serialized_end=2030
+  _globals['_GENERATEREQUEST']._serialized_end=349
+  _globals['_CHATMESSAGES']._serialized_start=351
+  _globals['_CHATMESSAGES']._serialized_end=409
+  _globals['_CHATMESSAGE']._serialized_start=411
+  _globals['_CHATMESSAGE']._serialized_end=455
+  _globals['_TOKENIDS']._serialized_start=457
+  _globals['_TOKENIDS']._serialized_end=480
+  _globals['_SAMPLING']._serialized_start=483
+  _globals['_SAMPLING']._serialized_end=733
+  _globals['_CACHEOPTIONS']._serialized_start=736
+  _globals['_CACHEOPTIONS']._serialized_end=934
+  _globals['_GENERATEEVENT']._serialized_start=937
+  _globals['_GENERATEEVENT']._serialized_end=1076
+  _globals['_ACCEPTED']._serialized_start=1078
+  _globals['_ACCEPTED']._serialized_end=1123
+  _globals['_TOKEN']._serialized_start=1125
+  _globals['_TOKEN']._serialized_end=1245
+  _globals['_TOPLOGPROB']._serialized_start=1247
+  _globals['_TOPLOGPROB']._serialized_end=1308
+  _globals['_DONE']._serialized_start=1310
+  _globals['_DONE']._serialized_end=1435
+  _globals['_USAGE']._serialized_start=1437
+  _globals['_USAGE']._serialized_end=1544
+  _globals['_CACHEDTOKENS']._serialized_start=1546
+  _globals['_CACHEDTOKENS']._serialized_end=1613
+  _globals['_LISTMODELSREQUEST']._serialized_start=1615
+  _globals['_LISTMODELSREQUEST']._serialized_end=1634
+  _globals['_LISTMODELSREPLY']._serialized_start=1636
+  _globals['_LISTMODELSREPLY']._serialized_end=1689
+  _globals['_MODEL']._serialized_start=1691
+  _globals['_MODEL']._serialized_end=1779
+  _globals['_INFERENCE']._serialized_start=1907
+  _globals['_INFERENCE']._serialized_end=2066
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,7 @@ CACHE_SOURCE_SHARED_MEMORY: CacheSource
 CACHE_SOURCE_GRPC: CacheSource
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "cache", "timeout_ms", "cache_salt")
+    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "cache", "timeout_ms", "cache_salt", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class GenerateRequest(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: ChatMessages
@@ -36,7 +37,8 @@ class GenerateRequest(_message.Message):
     cache: CacheOptions
     timeout_ms: int
     cache_salt: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class ChatMessages(_message.Message):
     __slots__ = ("messages",)
