@@ -6,7 +6,6 @@ one turn their requests into ClientRequest and render what `generate` yields.
 
 import asyncio
 import logging
-import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -84,7 +83,7 @@ class GatewayService:
         clock: Clock,
         tokenizers: Tokenizers | None = None,
         observer: RouteObserver | None = None,
-        tie_break: Callable[[WorkerId], float] = lambda worker_id: random.random(),
+        tie_break: Callable[[WorkerId], float] | None = None,
         inflight_max: int = GATEWAY_INFLIGHT_MAX,
         key_ring: KeyRing | None = None,
         tenants_file: TenantsFile | None = None,
@@ -103,15 +102,17 @@ class GatewayService:
         self.seen_holders = SeenHolders()
         self.tokenizers = tokenizers or Tokenizers()
         self._observer = observer or Unobserved()
+        self.planner = RoutePlanner(
+            self.table,
+            RoutingRule(local_prefill_tokens=settings.local_prefill_tokens),
+            clock=clock,
+            tie_break=tie_break,
+        )
         self._router = Router(
             index=index,
             calls=TimedWorkerCalls(calls, rate=self.prefill_rate, clock=clock),
             table=self.table,
-            planner=RoutePlanner(
-                self.table,
-                RoutingRule(local_prefill_tokens=settings.local_prefill_tokens, load_cap=settings.load_cap),
-                tie_break=tie_break,
-            ),
+            planner=self.planner,
             observer=self._observer,
         )
         self._inflight_max = inflight_max
@@ -208,7 +209,8 @@ class GatewayService:
         deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
         with self._admitted():
             requests = await self._prepare(request, tenant, deadline)
-            yield Accepted(request_id=requests[0].request_id, model=requests[0].model)
+            request_id = requests[0].request_id
+            yield Accepted(request_id=request_id, model=requests[0].model)
             waiting = True
             try:
                 async with aclosing(route_request(requests, router=self._router, deadline=deadline)) as events:
@@ -216,13 +218,17 @@ class GatewayService:
                         if waiting and isinstance(event, ChoiceToken):
                             waiting = False
                             self._observer.first_token(self.clock.now_s() - accepted_s)
+                            self.planner.first_token(request_id, self.clock.now_s() - accepted_s)
                         if isinstance(event, ChoiceFinished) and event.choice == 0:
+                            self.planner.decisions.finished(request_id, event.finished)
                             cached_tokens = event.finished.usage.cached.total
-                            self.recent_prompts.served(requests[0].request_id, cached_tokens=cached_tokens)
+                            self.recent_prompts.served(request_id, cached_tokens=cached_tokens)
                         yield event
             except WorkerUnavailable:
                 self._refresh_now.set()
                 raise
+            finally:
+                self.planner.ended(request_id)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
