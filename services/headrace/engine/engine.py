@@ -128,7 +128,7 @@ class Engine:
         if self._stopping or self._ended:
             raise _stopped()
         with self._times.waiting(prompt):
-            admission = await self._queue.admit(
+            return await self._queue.admit(
                 prompt,
                 num_blocks=num_blocks,
                 use_device=use_device,
@@ -137,8 +137,6 @@ class Engine:
                 account=account,
                 priority=priority,
             )
-        self._times.hold(admission)
-        return admission
 
     def release(self, admission: Admission) -> None:
         """Give the blocks back, and cancel the run if there is one; it gives them back after the step under way.
@@ -161,7 +159,7 @@ class Engine:
         assert num_blocks <= len(admission.prompt.chain)
         self.pool.hash_blocks(admission.prompt, admission.block_ids[:num_blocks], ttl_s=admission.ttl_s)
         admission.num_valid_blocks = max(admission.num_valid_blocks, num_blocks)
-        self._times.hold(admission)
+        self._times.loaded(admission)
 
     async def run(
         self,

@@ -59,7 +59,7 @@ class StepTimes:
         self._prefill = PrefillFit()
         self._decode = DecodeFit()
         self._running: tuple[Part, ...] = ()  # replaced by the step thread
-        self._coming: dict[object, Part] = {}  # admitted or waiting for it, and not run yet; the event loop's
+        self._coming: dict[object, Part] = {}  # waiting for blocks, or loaded and not run yet; the event loop's
 
     def add(self, rows: Sequence[PlannedRows], seconds: float) -> None:
         """One step that computed these rows. A single row counts as a decoding sequence: it costs what one costs."""
@@ -86,8 +86,9 @@ class StepTimes:
         finally:
             del self._coming[waiter]
 
-    def hold(self, admission: Admission) -> None:
-        """The prompt has its blocks, so many of them valid, and will run."""
+    def loaded(self, admission: Admission) -> None:
+        """The prompt has its blocks, so many of them valid, and will run. Until then nobody knows what is left to
+        compute: it may all be on its way from elsewhere."""
         num_valid = admission.num_valid_blocks * admission.prompt.block_tokens
         self._coming[admission.key] = (num_valid, len(admission.prompt.token_ids))
 

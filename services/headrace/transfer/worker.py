@@ -78,7 +78,8 @@ class Worker:
         """nodes: what calls use, metered or not; node_table: its owner, started and stopped with this worker."""
         self.worker_id = worker_id
         self.engine = engine
-        self.nodes = TimedStoreNodes(nodes, clock)
+        self.nodes = nodes
+        self._timed_nodes = TimedStoreNodes(nodes, clock)
         self.clock = clock
         self.report_fault = report_fault
         self.layout = engine.model.namespace.layout
@@ -162,7 +163,7 @@ class Worker:
             unix_ms=self.clock.unix_ms(),
             queue_s=load.ahead.queue_s,
             costs=LearnedCosts.of(load.ahead.prefill, load.ahead.decode),
-            links=self.nodes.times.links(),
+            links=self._timed_nodes.times.links(),
         )
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
@@ -252,7 +253,7 @@ class Worker:
                     retention=request.cache.retention,
                 ),
                 layout=self.layout,
-                nodes=self.nodes,
+                nodes=self._timed_nodes,
                 pool=self.engine.kv,
                 deadline=deadline,
             )
