@@ -119,6 +119,9 @@ def _spawn_supervisor(state_dir: Path, instance_id: str) -> "subprocess.Popen[by
         # user's home.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Serve replaces a proxy after three failed checks. At its own ten seconds apiece the front door of a system
+        # on one machine would be shut for half a minute; a check costs a call of 1 ms.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     }
     with open(state_dir / LOG_FILE, "wb") as log:
         return subprocess.Popen(

@@ -4,16 +4,20 @@ that do not decode are refused as such (`wire/refuse_undecodable.py`).
 Runs inside Serve's proxy processes, by way of `grpc_servicer_functions`. Serve 2.60 passes a client's leaving on to the
 replica only when it comes while the proxy waits for the replica's next message. When it comes while the proxy waits for
 the network to take a message, Serve's nested generators are dropped as they are, and the worker generates for nobody
-until the end. Here the next message is always waited for, also while one is written.
+until the end. Here the next message is always waited for, also while one is written. Its code for a replica that died
+is put right, too.
 """
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from ray.exceptions import ActorDiedError
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve.exceptions import RequestCancelledError
 
@@ -23,6 +27,10 @@ from headrace.wire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 Handler = Callable[[Any, Any], Any]
 HandlerFactory = Callable[..., Handler]
+
+# How Serve spells INTERNAL and a replica's death in a call's end.
+INTERNAL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL.value[0])
+GATEWAY_DIED = ActorDiedError.BASE_ERROR_MSG
 
 
 def add_inference(servicer: Any, server: Any) -> None:
@@ -77,10 +85,40 @@ class _Registration:
 
 def _guarded(factory: HandlerFactory) -> HandlerFactory:
     def make(service_method: str, streaming_type: gRPCStreamingType) -> Handler:
-        handler = factory(service_method=service_method, streaming_type=streaming_type)
+        handler = unavailable_when_died(factory(service_method=service_method, streaming_type=streaming_type))
         return refusing(write_stream(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler)
 
     return make
+
+
+def unavailable_when_died(handler: Handler) -> Handler:
+    """The same handler of Serve's, but a gateway that died under a call is UNAVAILABLE, which a client tries again, and
+    not INTERNAL, which it does not. Serve keeps of the failure its text alone."""
+    if inspect.isasyncgenfunction(handler):
+
+        async def stream(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+            async with aclosing(handler(request, context)) as messages:
+                async for message in messages:
+                    yield message
+            _correct_code(context)
+
+        return stream
+
+    async def answer(request: Any, context: Any) -> Any:
+        reply = await handler(request, context)
+        _correct_code(context)
+        return reply
+
+    return answer
+
+
+def _correct_code(context: Any) -> None:
+    details = context.details() or ""
+    if context.code() in INTERNAL and (details if isinstance(details, str) else details.decode()).startswith(
+        GATEWAY_DIED
+    ):
+        context.set_code(grpc.StatusCode.UNAVAILABLE)
+        context.set_details("the gateway died while it served this call; another one takes its place")
 
 
 def write_stream(stream: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Handler:

@@ -5,6 +5,7 @@ cancelling of a call whose consumer has left. Knows neither routing nor what the
 
 Every call is a stream whose first item is the worker's acceptance (`ACCEPTED`). Serve itself waits without end for a
 replica; so a missing acceptance is how a dead, stopped or missing worker is told from one that computes for long.
+Every call also names this process's `Presence`, so that it ends when this process does.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.context import _RequestContext, _serve_request_context
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -32,6 +34,7 @@ from headrace.core.generation import (
 )
 from headrace.core.limits import WORKER_ACCEPT_TIMEOUT_MS, WORKER_EVICT_TIMEOUT_MS
 from headrace.core.members import WorkerRecord
+from headrace_cluster.caller_presence import Presence
 from headrace_cluster.worker_replica import ACCEPTED, EvictCall, ListCall, TtlCall
 
 OVERLOADED_RETRY_MS = 1_000
@@ -44,6 +47,7 @@ class RayWorkerCalls:
         self._prefill = prefill
         self._decode = decode
         self._clock = clock
+        self._presence = Presence(ray.util.get_node_ip_address())
 
     async def prefill(self, call: PrefillCall) -> PrefillResult:
         """Run one prefill attempt; cancelling the await cancels it on the worker."""
@@ -99,8 +103,9 @@ class RayWorkerCalls:
     ) -> AsyncGenerator[Any, None]:
         """The worker's items after its acceptance. Whatever ends this generator ends the call on the worker."""
         deadline = Deadline.after(timeout_ms / 1000, self._clock)
+        caller = await self._presence.address()
         with own_request():
-            response = getattr(handle.options(stream=True), method).remote(call)
+            response = getattr(handle.options(stream=True), method).remote(call, caller)
         assert isinstance(response, DeploymentResponseGenerator)
         try:
             try:

@@ -5,7 +5,7 @@ Owns the replica's life (start, health, stop) and the calls that reach it. What 
 because the gateway and Serve's controller import this file too.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from headrace.core.generation import (
     WorkerId,
 )
 from headrace.core.members import WorkerRole
+from headrace_cluster.caller_presence import CallerGone, CallersPresent
 from headrace_cluster.store_actor import config_here, ensure_store_actor
 
 # First item of every stream from a worker: the call has reached the worker it names, and work begins.
@@ -64,39 +65,46 @@ class WorkerReplica:
     async def __init__(self, settings: dict[str, Any], role: str) -> None:
         from headrace.compose import build_worker
 
+        self._callers = CallersPresent()
         config = config_here(settings)
         await ensure_store_actor(config)
         self._worker_id = WorkerId(serve.get_replica_context().replica_id.unique_id)
         self._worker = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)
         await self._worker.start()
 
-    async def prefill(self, call: PrefillCall) -> AsyncIterator[str | PrefillResult]:
+    async def prefill(self, call: PrefillCall, caller: str) -> AsyncIterator[str | PrefillResult]:
         """Have the prompt's full blocks in the store; yields acceptance, then the result."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
-        yield await self._worker.prefill(call)
 
-    async def decode(self, call: DecodeCall) -> AsyncIterator[str | DecodeEvent]:
+        async def result() -> AsyncGenerator[PrefillResult, None]:
+            yield await self._worker.prefill(call)
+
+        async with aclosing(self._while_present(caller, result())) as results:
+            async for item in results:
+                yield item
+
+    async def decode(self, call: DecodeCall, caller: str) -> AsyncIterator[str | DecodeEvent]:
         """Stream the tokens; yields acceptance, then what `decode_tokens` yields."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
-        async with aclosing(self._worker.decode(call)) as events:
+        async with aclosing(self._while_present(caller, self._worker.decode(call))) as events:
             async for event in events:
                 yield event
 
-    async def evict_device(self, call: EvictCall) -> AsyncIterator[str | EvictReport]:
+    async def evict_device(self, call: EvictCall, caller: str) -> AsyncIterator[str | EvictReport]:
         """Evict from this worker's pool."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
         yield self._worker.evict_device(call.selector, dry_run=call.dry_run)
 
-    async def list_device(self, call: ListCall) -> AsyncIterator[str | DeviceListing]:
+    async def list_device(self, call: ListCall, caller: str) -> AsyncIterator[str | DeviceListing]:
         """Say what this worker's pool holds."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
         yield self._worker.list_device(call.selector, limit=call.limit)
 
-    async def set_device_ttl(self, call: TtlCall) -> AsyncIterator[str | ControlReport]:
+    async def set_device_ttl(self, call: TtlCall, caller: str) -> AsyncIterator[str | ControlReport]:
         """Have a prefix go from this worker's pool at a moment, or take that back."""
         self._check_addressed(call.worker_id)
         yield ACCEPTED
@@ -112,6 +120,16 @@ class WorkerReplica:
         worker = getattr(self, "_worker", None)
         if worker is not None:
             await worker.stop()
+            self._callers.close()
+
+    async def _while_present(self, caller: str, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """The events of a call for as long as the gateway lives that made it; then the work is over, too."""
+        async with aclosing(events), aclosing(self._callers.while_present(caller, events)) as items:
+            try:
+                async for event in items:
+                    yield event
+            except CallerGone:
+                return
 
     def _check_addressed(self, worker_id: WorkerId) -> None:
         if worker_id != self._worker_id:

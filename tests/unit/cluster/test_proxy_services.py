@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
+import grpc
 import pytest
+from ray.exceptions import ActorDiedError
 
-from headrace_cluster.proxy_services import write_stream
+from headrace_cluster.proxy_services import unavailable_when_died, write_stream
 
 
 class Replica:
@@ -82,3 +84,48 @@ async def test_leaving_is_heard_at_the_replica(given: int, blocked: bool):
     await asyncio.wait([call], timeout=1)
     assert call.done()
     assert replica.cancelled
+
+
+class Ended:
+    """A gRPC context after Serve's handler has set its code."""
+
+    def __init__(self, code: object, details: str) -> None:
+        self.now: list[object] = [code, details]
+
+    def code(self) -> object:
+        return self.now[0]
+
+    def details(self) -> object:
+        return self.now[1]
+
+    def set_code(self, code: object) -> None:
+        self.now[0] = code
+
+    def set_details(self, details: str) -> None:
+        self.now[1] = details
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["unary", "stream"])
+async def test_a_gateway_that_died_under_a_call_is_unavailable_and_other_failures_stay_what_they_are(streams: bool):
+    """Fails when a client is told of an internal error where trying again helps, or of a death where nobody died."""
+
+    async def answer(request: object, context: object) -> bytes:
+        return b""
+
+    async def stream(request: object, context: object) -> AsyncGenerator[bytes, None]:
+        yield b""
+
+    async def code_after(code: object, details: str) -> object:
+        context = Ended(code, details)
+        ended = unavailable_when_died(stream if streams else answer)(None, context)
+        if streams:
+            assert [message async for message in ended] == [b""]
+        else:
+            assert await ended == b""
+        return context.code()
+
+    died = str(ActorDiedError())
+    assert await code_after(grpc.StatusCode.INTERNAL, died) is grpc.StatusCode.UNAVAILABLE
+    assert await code_after(13, died) is grpc.StatusCode.UNAVAILABLE
+    assert await code_after(grpc.StatusCode.INTERNAL, "a bug") is grpc.StatusCode.INTERNAL
+    assert await code_after(grpc.StatusCode.NOT_FOUND, died) is grpc.StatusCode.NOT_FOUND
