@@ -194,7 +194,7 @@ class Engine:
             waiting=self._queue.num_waiting + self._num_outside + len(self._submitted),
             free_blocks=self.pool.available_blocks,
             kept_blocks=self.pool.kept_blocks,
-            ahead=self._times.read(),
+            ahead=self._times.read(list(self._submitted)),
         )
 
     def healthy(self) -> bool:

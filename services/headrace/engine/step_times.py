@@ -105,12 +105,12 @@ class StepTimes:
         with self._lock:
             return self._prefill.cost()
 
-    def read(self) -> WorkAhead:
-        """As known now."""
+    def read(self, submitted: Iterable[Run]) -> WorkAhead:
+        """As known now. submitted: runs that the step thread has not looked at yet."""
         with self._lock:
             prefill, decode = self._prefill.cost(), self._decode.cost()
         queue_s = 0.0
-        for start, end in (*self._running, *self._coming.values()):
+        for start, end in (*self._running, *(run.part for run in submitted), *self._coming.values()):
             if end > start + 1:
                 chunks = -(-(end - start) // self._chunk_tokens)
                 queue_s += float(prefill.seconds(start, end)) + (chunks - 1) * prefill.base_s
