@@ -1,4 +1,4 @@
-"""Waiting for a block, on virtual time: woken by the block, by the clock, by the end of new blocks, and by nothing else."""
+"""Waiting for a block, on virtual time: woken by the block, by the clock, by the end of new blocks; by nothing else."""
 
 import asyncio
 

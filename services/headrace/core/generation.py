@@ -4,6 +4,7 @@ All are immutable and hold plain Python values only, so they pass through pickle
 that exists is valid: `wire/parse.py` is where outside input becomes one of these or an `InvalidRequest`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -94,6 +95,32 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class ReusedRun:
+    """Consecutive blocks that a decode worker did not compute and where it had them from."""
+
+    source: CacheSource
+    num_blocks: int
+
+
+def count_cached_tokens(reused: Sequence[ReusedRun], *, computed_from: int, block_tokens: int) -> CachedTokens:
+    """Cached tokens by source of a prompt whose leading blocks were reused in these runs.
+
+    Blocks from `computed_from` on were computed for this request by its prefill worker: reused here, but no work saved.
+    """
+    tokens = dict.fromkeys(CacheSource, 0)
+    left = computed_from
+    for run in reused:
+        counted = min(run.num_blocks, left)
+        tokens[run.source] += counted * block_tokens
+        left -= counted
+    return CachedTokens(
+        device=tokens[CacheSource.DEVICE],
+        shared_memory=tokens[CacheSource.SHARED_MEMORY],
+        grpc=tokens[CacheSource.GRPC],
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one choice. `prompt_tokens == cached.total + computed for this request`."""
 
@@ -125,10 +152,21 @@ class PrefillResult:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOff:
+    """A prefill that runs while the decode call waits: blocks [first_block, ...) of the prompt appear one after another
+    at `store_node`, or do not. Those before were believed to be held somewhere already."""
+
+    store_node: str
+    first_block: int
+    patience_ms: int  # the longest wait for the next block; after it the decode worker computes what is missing
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeCall:
     """Gateway to decode worker. Blocks [computed_from, ...) were computed for this request and do not count as cached.
 
-    `computed_from == len(chain)` when no prefill worker took part: whatever can be loaded was cached.
+    `computed_from == len(chain)` when no prefill worker took part: whatever can be loaded was cached. With a hand-off
+    it is a lower bound; the gateway settles the figure by `Finished.reused` when the prefill has said what it reused.
     `hint_nodes` are store nodes believed to hold the prefix, best first; a hint, never a promise.
     """
 
@@ -138,6 +176,7 @@ class DecodeCall:
     timeout_ms: int
     computed_from: int
     hint_nodes: tuple[str, ...] = ()
+    hand_off: HandOff | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +206,7 @@ class Finished:
     usage: Usage
     worker_id: WorkerId
     text: str = ""  # text held back for a stop string that did not come
+    reused: tuple[ReusedRun, ...] = ()  # the prompt's leading blocks that its worker did not compute, in order
 
 
 DecodeEvent = TokenDelta | Finished

@@ -150,6 +150,20 @@ CLAIM_NAMES_MAX = 65_536
 # Characters of a claim's name: ours have less than 40.
 CLAIM_NAME_CHARS_MAX = 64
 
+# How patient a decode worker is with a prefill of which no further block comes: twice what the prefill worker says that
+# the whole takes, at least what a stalled process or a step of a full batch takes, at most what one waiting call may.
+HAND_OFF_PATIENCE_FACTOR = 2.0
+HAND_OFF_PATIENCE_MS_MIN = 2_000
+HAND_OFF_PATIENCE_MS_MAX = LEASE_WAIT_MS_MAX
+
+# Share of a pool that may wait for the first block of prefills elsewhere. The other half is for prompts that are
+# computed here, so that two workers which prefill for each other do not wait for each other.
+HAND_OFF_POOL_SHARE = 0.5
+
+# How long a prefill may go on after the first token came without it: its answer, which settles what was cached, is
+# usually on its way by then. Also the longest that the end of a stream waits for that answer.
+HAND_OFF_GRACE_MS = 1_000
+
 # A prefill attempt: 8,192 tokens at 200 tok/s on a slow shared core.
 PREFILL_TIMEOUT_MS = 60_000
 

@@ -1,22 +1,25 @@
 """The decode worker's step: load the prefix, compute what is left of the prompt, join the batch, stream tokens.
 
-Owns the account of cached tokens (by source, and only those that nobody computed for this request) and the background
+With a hand-off, blocks that a prefill worker computes meanwhile are loaded as they appear. Owns the account of cached
+tokens (by source, and only those that nobody computed for this request, as far as the call says) and the background
 publication of what is computed here, so that the next turn of a conversation starts from it.
 """
 
-from collections.abc import AsyncGenerator
+import itertools
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline
 from headrace.core.generation import (
-    CachedTokens,
     DecodeCall,
     DecodeEvent,
     Finished,
     GenerateRequest,
+    ReusedRun,
     TokenDelta,
     Usage,
+    count_cached_tokens,
 )
 from headrace.engine.event_stream import EngineEvent, FilledBlock, RunFinished
 from headrace.transfer.publish_blocks import Publication
@@ -41,6 +44,7 @@ async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[Deco
             reusable_blocks=(prompt_tokens - 1) // block_tokens,
             hint_nodes=call.hint_nodes,
             deadline=deadline,
+            hand_off=call.hand_off,
         ) as held:
             published = _BackgroundPublication(worker, held, request)
             run = worker.engine.run(
@@ -69,28 +73,19 @@ async def _next_event(events: AsyncGenerator[EngineEvent, None], deadline: Deadl
 
 def _finished(event: RunFinished, call: DecodeCall, held: HeldPrefix, worker: Worker) -> Finished:
     assert event.reason is not None, "a sampled run ends for a reason"
+    reused, block_tokens = reused_runs(held.sources), call.request.prompt.block_tokens
     usage = Usage(
         prompt_tokens=len(call.request.prompt.token_ids),
         completion_tokens=event.completion_tokens,
-        cached=count_cached_tokens(
-            held.sources, computed_from=call.computed_from, block_tokens=call.request.prompt.block_tokens
-        ),
+        cached=count_cached_tokens(reused, computed_from=call.computed_from, block_tokens=block_tokens),
     )
     assert usage.cached.total < usage.prompt_tokens, "the last token is always computed"
-    return Finished(reason=event.reason, usage=usage, worker_id=worker.worker_id, text=event.text)
+    return Finished(reason=event.reason, usage=usage, worker_id=worker.worker_id, text=event.text, reused=reused)
 
 
-def count_cached_tokens(sources: tuple[CacheSource, ...], *, computed_from: int, block_tokens: int) -> CachedTokens:
-    """Cached tokens by source; sources[i] says where reused block i came from.
-
-    Blocks from `computed_from` on were computed for this request by its prefill worker: reused here, but no work saved.
-    """
-    counted = sources[:computed_from]
-    return CachedTokens(
-        device=counted.count(CacheSource.DEVICE) * block_tokens,
-        shared_memory=counted.count(CacheSource.SHARED_MEMORY) * block_tokens,
-        grpc=counted.count(CacheSource.GRPC) * block_tokens,
-    )
+def reused_runs(sources: Sequence[CacheSource]) -> tuple[ReusedRun, ...]:
+    """Where each reused block came from, as runs."""
+    return tuple(ReusedRun(source, len(list(run))) for source, run in itertools.groupby(sources))
 
 
 class _BackgroundPublication:

@@ -1,16 +1,17 @@
-"""One tokenised request becomes a stream of tokens: look up, choose, prefill, decode, and try again where that is safe.
+"""One tokenised request becomes a stream of tokens: look up, choose, prefill and decode, try again where that is safe.
 
+Prefill and decode go out together; the decode worker takes the blocks as they appear (`prefill_beside.py` draws it).
 Rules kept here: a cache fault costs time, never the request; every try is a new attempt with an id of its own; nothing
 is tried again after the first token was passed on; a worker that failed is not asked twice by one request; closing the
-stream, at any moment, closes the worker's. Knows ports only: not HTTP, not gRPC, not Ray, not Redis.
+stream, at any moment, closes the workers'. Knows ports only: not HTTP, not gRPC, not Ray, not Redis.
 """
 
+import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 from headrace.core.choose_workers import Plan
 from headrace.core.clock import Deadline
@@ -23,22 +24,22 @@ from headrace.core.errors import (
     WorkerUnavailable,
 )
 from headrace.core.generation import (
-    AttemptId,
     DecodeCall,
     DecodeEvent,
     Finished,
     GenerateRequest,
-    PrefillCall,
-    PrefillResult,
     TokenDelta,
     WorkerId,
+    count_cached_tokens,
 )
-from headrace.core.limits import ATTEMPTS_MAX, CHAIN_BLOCKS_MAX, INDEX_TIMEOUT_MS, PREFILL_TIMEOUT_MS
+from headrace.core.limits import ATTEMPTS_MAX, CHAIN_BLOCKS_MAX, INDEX_TIMEOUT_MS
 from headrace.core.members import NO_MATCH, PrefixMatch
-from headrace.core.ports import BlockIndex, WorkerCalls
 from headrace.gateway.merge_streams import merge_streams
-from headrace.gateway.planner import RoutePlanner
-from headrace.gateway.worker_table import WorkerTable
+from headrace.gateway.prefill_beside import Prefill, milliseconds_left, new_attempt_id, prefill_beside
+from headrace.gateway.router import RouteObserver, Router
+from headrace.transfer.run_in_thread import finish
+
+__all__ = ["ChoiceEvent", "ChoiceFinished", "ChoiceToken", "RouteObserver", "Router", "route_request"]
 
 log = logging.getLogger(__name__)
 
@@ -63,33 +64,6 @@ class ChoiceFinished:
 ChoiceEvent = ChoiceToken | ChoiceFinished
 
 
-class RouteObserver(Protocol):
-    """What is counted about routing; `compose.py` joins it to metrics."""
-
-    def decided(self, reason: str) -> None:
-        """A decode worker was chosen, for one of `PlanReason`."""
-        ...
-
-    def recovered(self, kind: str) -> None:
-        """A fault became a slower answer: index_unavailable, prefill_failed, new_attempt."""
-        ...
-
-    def first_token(self, seconds: float) -> None:
-        """Request accepted to its first token passed on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """What routing works with."""
-
-    index: BlockIndex
-    calls: WorkerCalls
-    table: WorkerTable
-    planner: RoutePlanner
-    observer: RouteObserver
-
-
 async def route_request(
     requests: Sequence[GenerateRequest], *, router: Router, deadline: Deadline
 ) -> AsyncGenerator[ChoiceEvent, None]:
@@ -100,21 +74,24 @@ async def route_request(
     """
     match = await _find_match(requests[0], router, deadline)
     plan = router.planner.plan(requests[0], match, failed=frozenset())
-    prefill = await _run_prefill(requests[0], plan, router, deadline)
     prompt = requests[0].prompt
     known_blocks = (len(prompt.token_ids) - plan.missing_tokens) // prompt.block_tokens
-    choices = [
-        _decode_choice(
-            _Choice(number, request, match, prefill, known_blocks=known_blocks, shared=len(requests) > 1),
-            first_plan=plan if number == 0 else None,
-            router=router,
-            deadline=deadline,
-        )
-        for number, request in enumerate(requests)
-    ]
-    async with aclosing(merge_streams(choices)) as events:
-        async for event in events:
-            yield event
+    beside = prefill_beside(requests[0], plan, known_blocks=known_blocks, router=router, deadline=deadline)
+    async with beside as prefill:
+        choices = [
+            _decode_choice(
+                _Choice(number, request, match, prefill, known_blocks=known_blocks, shared=len(requests) > 1),
+                first_plan=plan if number == 0 else None,
+                router=router,
+                deadline=deadline,
+            )
+            for number, request in enumerate(requests)
+        ]
+        async with aclosing(merge_streams(choices)) as events:
+            async for event in events:
+                if isinstance(event, ChoiceToken):
+                    prefill.first_token_came()
+                yield event
 
 
 async def _find_match(request: GenerateRequest, router: Router, deadline: Deadline) -> PrefixMatch:
@@ -132,52 +109,29 @@ async def _find_match(request: GenerateRequest, router: Router, deadline: Deadli
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefill:
-    """How the prefill went. `result` is None when there was none or it failed; then `tried` tells which."""
-
-    tried: bool
-    result: PrefillResult | None
-
-
-async def _run_prefill(request: GenerateRequest, plan: Plan, router: Router, deadline: Deadline) -> _Prefill:
-    """Let the plan's prefill worker compute and publish. Its failure is not the request's: decode computes instead."""
-    if plan.prefill is None:
-        return _Prefill(tried=False, result=None)
-    worker_id = plan.prefill.worker_id
-    budget = deadline.capped(PREFILL_TIMEOUT_MS / 1000)
-    call = PrefillCall(
-        attempt_id=_new_attempt_id(),
-        request=request,
-        worker_id=worker_id,
-        timeout_ms=_milliseconds(budget),
-        hint_nodes=plan.hint_nodes,
-    )
-    try:
-        with router.table.in_flight(worker_id):
-            async with budget.scope(f"prefill on {worker_id}"):
-                return _Prefill(tried=True, result=await router.calls.prefill(call))
-    except HeadraceError as error:
-        if isinstance(error, WorkerUnavailable):
-            router.table.suspect(worker_id)
-        if not deadline.left_s():
-            raise
-        log.warning("request %s: prefill on %s failed, decode computes: %s", request.request_id, worker_id, error)
-        router.observer.recovered("prefill_failed")
-        return _Prefill(tried=True, result=None)
-
-
-@dataclass(frozen=True, slots=True)
 class _Choice:
-    """One choice of a request, and what is known by the time it is decoded."""
+    """One choice of a request, and what its attempts share."""
 
     number: int
     request: GenerateRequest
     match: PrefixMatch
-    prefill: _Prefill
+    prefill: Prefill
     known_blocks: int  # leading blocks that the first plan's decode worker could read before anybody worked on this
     shared: bool  # other choices of the same request compute the same prompt
 
-    def computed_from(self, attempt: int) -> int:
+    def call(self, plan: Plan, *, is_first: bool, deadline: Deadline) -> DecodeCall:
+        """A new attempt at the plan's worker, by what is known of the prefill now."""
+        return DecodeCall(
+            attempt_id=new_attempt_id(),
+            request=self.request,
+            worker_id=plan.decode.worker_id,
+            timeout_ms=milliseconds_left(deadline),
+            computed_from=self._computed_from(is_first),
+            hint_nodes=self._hint_nodes(plan),
+            hand_off=self.prefill.hand_off(),
+        )
+
+    def _computed_from(self, is_first: bool) -> int:
         """First block that was, or may have been, computed for this request: it must not count as cached.
 
         A prefill worker says what it reused. Without one, whatever can be loaded was there before us, as long as
@@ -186,34 +140,56 @@ class _Choice:
         chain_blocks = len(self.request.prompt.chain)
         if self.prefill.result is not None:
             return min(self.prefill.result.reused_blocks, chain_blocks)
-        if attempt == 0 and not self.shared and not self.prefill.tried:
+        if is_first and not self.shared and not self.prefill.was_tried:
             return chain_blocks
         return min(self.known_blocks, chain_blocks)
 
-    def hint_nodes(self, plan: Plan) -> tuple[str, ...]:
-        """Store nodes to try, best first: the prefill worker's own, then those that the index named."""
-        result = self.prefill.result
-        first = (result.store_node,) if result and result.published_blocks and result.store_node else ()
+    def _hint_nodes(self, plan: Plan) -> tuple[str, ...]:
+        """Store nodes to try, best first: where the prefill has stored what it could, then those of the index."""
+        first = (self.prefill.store_node,) if self.prefill.store_node else ()
         return first + tuple(node for node in plan.hint_nodes if node not in first)
+
+    async def finish(self, finished: Finished, call: DecodeCall) -> ChoiceFinished:
+        """The end of the choice, with what was cached settled by the prefill's own word, which may still be on its way.
+
+        Without that word (it failed, or was given up) only what could be read at the start counts.
+        """
+        if call.hand_off is not None:
+            self.prefill.first_token_came()  # a choice may end without one; the wait is bounded from here on
+            await self.prefill.ended.wait()
+            if self.prefill.result is not None:
+                cached = count_cached_tokens(
+                    finished.reused,
+                    computed_from=self.prefill.result.reused_blocks,
+                    block_tokens=self.request.prompt.block_tokens,
+                )
+                finished = replace(finished, usage=replace(finished.usage, cached=cached))
+        result = self.prefill.result
+        return ChoiceFinished(self.number, finished, result.worker_id if result else None)
+
+
+class _HandOffFailed(Exception):
+    """A decode attempt waits for blocks that will not come; it has been closed, and nothing came of it."""
 
 
 async def _decode_choice(
     choice: _Choice, *, first_plan: Plan | None, router: Router, deadline: Deadline
 ) -> AsyncGenerator[ChoiceEvent, None]:
     """Decode one choice, at another worker when one fails before its first token."""
+    plan = first_plan
     failed: frozenset[WorkerId] = frozenset()
     last_error: HeadraceError | None = None
-    for attempt in range(1 + ATTEMPTS_MAX):
-        try:
-            plan = first_plan or router.planner.plan(choice.request, choice.match, failed=failed)
-        except (WorkerUnavailable, InvalidRequest) as none_left:
-            # After a failed attempt the caller hears of that; a worker it named may meanwhile have left the table.
-            raise last_error or none_left from None
-        first_plan = None
+    while len(failed) <= ATTEMPTS_MAX:
+        if plan is None or failed:
+            try:
+                plan = router.planner.plan(choice.request, choice.match, failed=failed)
+            except (WorkerUnavailable, InvalidRequest) as none_left:
+                # After a failed attempt the caller hears of that; a worker it named may meanwhile have left the table.
+                raise last_error or none_left from None
         router.observer.decided(plan.reason)
         worker_id, passed_on = plan.decode.worker_id, False
         try:
-            async with aclosing(_decode_once(choice, attempt, plan, router, deadline)) as events:
+            async with aclosing(_decode_at(plan, choice, router, deadline, is_first=not failed)) as events:
                 async for event in events:
                     passed_on = True
                     yield event
@@ -231,41 +207,71 @@ async def _decode_choice(
     raise last_error
 
 
-async def _decode_once(
-    choice: _Choice, attempt: int, plan: Plan, router: Router, deadline: Deadline
+async def _decode_at(
+    plan: Plan, choice: _Choice, router: Router, deadline: Deadline, *, is_first: bool
 ) -> AsyncGenerator[ChoiceEvent, None]:
-    """One attempt at one worker; every event of it, or the worker's error."""
-    worker_id = plan.decode.worker_id
-    call = DecodeCall(
-        attempt_id=_new_attempt_id(),
-        request=choice.request,
-        worker_id=worker_id,
-        timeout_ms=_milliseconds(deadline),
-        computed_from=choice.computed_from(attempt),
-        hint_nodes=choice.hint_nodes(plan),
-    )
-    prefill = choice.prefill.result
+    """Decode at one worker: one attempt, and a second one if the first was waiting for a prefill that has failed."""
+    try:
+        call = choice.call(plan, is_first=is_first, deadline=deadline)
+        async with aclosing(_decode_once(choice, call, router, deadline)) as events:
+            async for event in events:
+                yield event
+    except _HandOffFailed:
+        log.warning("request %s: %s is to wait no more for its prefill", choice.request.request_id, call.worker_id)
+        call = choice.call(plan, is_first=is_first, deadline=deadline)
+        assert call.hand_off is None, "a prefill that has ended is nothing to wait for"
+        async with aclosing(_decode_once(choice, call, router, deadline)) as events:
+            async for event in events:
+                yield event
+
+
+async def _decode_once(
+    choice: _Choice, call: DecodeCall, router: Router, deadline: Deadline
+) -> AsyncGenerator[ChoiceEvent, None]:
+    """One attempt at one worker; every event of it, or the worker's error, or _HandOffFailed before any event."""
+    worker_id = call.worker_id
     with router.table.in_flight(worker_id):
         # Adapters give async generators; the port promises no more than an iterator that can be closed.
         stream = cast(AsyncGenerator[DecodeEvent, None], router.calls.decode(call))
         async with aclosing(stream):
+            async with deadline.scope(f"decode on {worker_id}"):
+                event = await _first_event(stream, call, choice.prefill, deadline)
             while True:
-                async with deadline.scope(f"decode on {worker_id}"):
-                    event = await anext(stream, None)
                 match event:
                     case TokenDelta():
                         yield ChoiceToken(choice.number, event)
                     case Finished():
-                        yield ChoiceFinished(choice.number, event, prefill.worker_id if prefill else None)
+                        ended = await choice.finish(event, call)
+                        router.observer.finished(ended.finished.usage, reads_cache=choice.request.cache.reads)
+                        yield ended
                         return
                     case None:
                         raise WorkerUnavailable(worker_id, "its stream ended without a result")
+                async with deadline.scope(f"decode on {worker_id}"):
+                    event = await anext(stream, None)
 
 
-def _new_attempt_id() -> AttemptId:
-    return AttemptId(secrets.token_hex(8))
+async def _first_event(
+    stream: AsyncGenerator[DecodeEvent, None], call: DecodeCall, prefill: Prefill, deadline: Deadline
+) -> DecodeEvent | None:
+    """The first event. Raises _HandOffFailed, with the stream closed, when the prefill has come to nothing while the
+    decode worker is certain to wait still: its patience has not passed since the call."""
+    if call.hand_off is None:
+        return await anext(stream, None)
+    certain = deadline.capped(call.hand_off.patience_ms / 1000)
+    first = asyncio.ensure_future(anext(stream, None))
+    ended = asyncio.ensure_future(prefill.ended.wait())
+    try:
+        await asyncio.wait([first, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not first.done() and prefill.came_to_nothing and certain.left_s() > 0:
+            raise _HandOffFailed
+        return await first
+    finally:
+        await finish(_end([first, ended]))
 
 
-def _milliseconds(deadline: Deadline) -> int:
-    """Time left for the far side, at least 1: a call with nothing left is ended by our own scope."""
-    return max(1, int(deadline.left_s() * 1000))
+async def _end(tasks: Sequence["asyncio.Future[object]"]) -> None:
+    """Cancel what runs, and wait for its end, whatever that is."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,7 +16,7 @@ from headrace.core.block import HashedPrompt, Namespace, hash_prompt
 from headrace.core.choose_workers import RoutingRule
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import ContextExceeded, IndexUnavailable, InvalidRequest, Overloaded, WorkerUnavailable
-from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, WorkerId
+from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, Usage, WorkerId
 from headrace.core.limits import (
     GATEWAY_INFLIGHT_MAX,
     OUTPUT_TOKENS_DEFAULT,
@@ -68,6 +68,9 @@ class Unobserved:
 
     def first_token(self, seconds: float) -> None:
         """As RouteObserver.first_token."""
+
+    def finished(self, usage: Usage, *, reads_cache: bool) -> None:
+        """As RouteObserver.finished."""
 
 
 class GatewayService:

@@ -23,3 +23,17 @@ class RouteMetrics:
     def first_token(self, seconds: float) -> None:
         """A request's first token was passed on this long after it was accepted."""
         self._metrics.time_to_first_token_seconds.observe(seconds)
+
+    def finished(self, usage: Usage, *, reads_cache: bool) -> None:
+        """Count a choice's tokens as its client is told them: hits by source sum to the cached total, exactly.
+
+        A request that may not read the cache asks it nothing: it counts as neither query nor hit, so that a cold
+        measurement does not look like a cache that misses. Attempts that another one replaced count nowhere.
+        """
+        assert usage.cached.total <= usage.prompt_tokens
+        if not reads_cache:
+            return
+        self._metrics.prefix_cache_queries.inc(usage.prompt_tokens)
+        self._metrics.prefix_cache_hits.inc(usage.cached.total)
+        for source, tokens in usage.cached.by_source().items():
+            self._metrics.cached_tokens.labels(source).inc(tokens)

@@ -23,7 +23,6 @@ from headrace.core.generation import (
     PrefillCall,
     PrefillResult,
     TokenDelta,
-    Usage,
 )
 from headrace.core.members import PrefixMatch, WorkerRecord
 from headrace.core.ports import (
@@ -180,10 +179,7 @@ class MeteredStoreNodes:
 
 
 class MeteredWorkerCalls:
-    """WorkerCalls with usage, outcome and gaps between tokens counted once per attempt that streamed.
-
-    An attempt that another one replaces has no Finished, so its tokens count nowhere.
-    """
+    """WorkerCalls with outcome and gaps between tokens counted once per attempt that streamed."""
 
     def __init__(self, calls: WorkerCalls, *, metrics: Metrics, clock: Clock) -> None:
         self._calls = calls
@@ -207,7 +203,6 @@ class MeteredWorkerCalls:
                     last_token_s = now_s
                 elif isinstance(event, Finished):
                     outcome = Outcome.FINISHED
-                    count_usage(self._metrics, event.usage, reads_cache=call.request.cache.reads)
                 yield event
         except (GeneratorExit, asyncio.CancelledError):
             # A consumer that closes the stream after its last event has not cancelled anything.
@@ -233,21 +228,6 @@ class MeteredWorkerCalls:
         if not report.dry_run and not report.error:
             self._metrics.evicted_blocks.labels(EvictionReason.ADMIN, Tier.DEVICE).inc(report.blocks)
         return report
-
-
-def count_usage(metrics: Metrics, usage: Usage, *, reads_cache: bool) -> None:
-    """Count a finished request's tokens: hits by source sum to the usage's cached total, exactly.
-
-    A request that may not read the cache asks it nothing: it counts as neither query nor hit, so that a cold
-    measurement does not look like a cache that misses.
-    """
-    assert usage.cached.total <= usage.prompt_tokens
-    if not reads_cache:
-        return
-    metrics.prefix_cache_queries.inc(usage.prompt_tokens)
-    metrics.prefix_cache_hits.inc(usage.cached.total)
-    for source, tokens in usage.cached.by_source().items():
-        metrics.cached_tokens.labels(source).inc(tokens)
 
 
 async def _close(stream: AsyncIterator[Event]) -> None:

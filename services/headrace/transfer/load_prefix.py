@@ -39,6 +39,7 @@ class LoadPlan:
     sources: frozenset[CacheSource]
     hint_nodes: tuple[str, ...] = ()  # node ids believed to hold the prefix, best first
     retention: Retention = KEEP  # what this use of the blocks asks for
+    wait_s: float = 0.0  # how long each node is to wait for its first block while that is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ async def _load_piece(piece: Piece, load: _Load) -> None:
             first_block=piece.first_block,
             deadline=load.deadline,
             retention=load.plan.retention,
+            wait_s=load.plan.wait_s,
         )
         load.run.leased(piece, len(lease.headers))
         if lease.headers:
@@ -173,7 +175,7 @@ async def _load_piece(piece: Piece, load: _Load) -> None:
     finally:
         load.run.give_back(piece)  # before the release: others need not wait for that
         if lease is not None and lease.headers:
-            await finish(_release(source, lease, suspects))
+            await finish(release_lease(source, lease, suspects))
 
 
 async def _copy_leased(lease: Lease, piece: Piece, load: _Load) -> None:
@@ -282,8 +284,8 @@ def _write_blocks(pool: PrefixPool, block_ids: Sequence[int], payloads: Sequence
     return [pool.write_block(block_id, payload) for block_id, payload in zip(block_ids, payloads, strict=True)]
 
 
-async def _release(source: BlockSource, lease: Lease, suspects: tuple[int, ...]) -> None:
-    """Give the lease back; a node that does not answer lets it expire."""
+async def release_lease(source: BlockSource, lease: Lease, suspects: tuple[int, ...] = ()) -> None:
+    """Give the lease back; a node that does not answer lets it expire. Raises only cancellation."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
             await source.release(lease, suspects=suspects)

@@ -5,11 +5,12 @@ call: admit, load what is held elsewhere, share it. What a call then computes is
 """
 
 import asyncio
+import functools
 import math
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from headrace.core.block import CacheSource, NamespaceId
@@ -22,10 +23,17 @@ from headrace.core.generation import (
     EvictReport,
     EvictSelector,
     GenerateRequest,
+    HandOff,
     PrefillCall,
     WorkerId,
 )
-from headrace.core.limits import ATTEMPTS_REMEMBERED, DRAIN_TIMEOUT_MS, MEMBER_REFRESH_MS, MEMBER_TTL_MS
+from headrace.core.limits import (
+    ATTEMPTS_REMEMBERED,
+    DRAIN_TIMEOUT_MS,
+    HAND_OFF_POOL_SHARE,
+    MEMBER_REFRESH_MS,
+    MEMBER_TTL_MS,
+)
 from headrace.core.members import LearnedCosts, WorkerRecord, WorkerRole
 from headrace.core.ports import Membership, StoreNodes
 from headrace.engine.block_pool import Short
@@ -33,7 +41,8 @@ from headrace.engine.engine import Admission, Engine
 from headrace.engine.event_stream import FilledBlock
 from headrace.engine.list_device import list_device
 from headrace.transfer.device_expiry import DeviceExpiry
-from headrace.transfer.load_prefix import LoadPlan, load_prefix
+from headrace.transfer.follow_prefill import await_first_block, follow_prefill
+from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, load_prefix
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.timed_nodes import TimedStoreNodes
@@ -94,6 +103,7 @@ class Worker:
         self._membership = membership
         self._attempts_running = 0
         self._attempts_seen: OrderedDict[str, None] = OrderedDict()
+        self._early_blocks = 0  # taken from the pool, and waiting for the first block of a prefill elsewhere
         self._idle = asyncio.Event()
         self._idle.set()
         self._serving = False
@@ -224,51 +234,92 @@ class Worker:
         reusable_blocks: int,
         hint_nodes: tuple[str, ...],
         deadline: Deadline,
+        hand_off: HandOff | None = None,
     ) -> AsyncIterator[HeldPrefix]:
         """Admit a prompt with room for `num_blocks`, and load up to `reusable_blocks` leading ones from where they are.
 
+        hand_off: the prompt's blocks are loaded as they appear. Pool blocks are taken before the first one is there
+        only if they can be had at once and no more than HAND_OFF_POOL_SHARE of the pool waits in this way; else after
+        it. Thus prompts that this very worker is to prefill never wait for those that wait for somebody's prefill.
         The blocks are held for the length of the scope and given back on every way out of it. Raises Overloaded,
         InvalidRequest (can never fit), DeadlineExceeded; never a CacheFault.
         """
-        sources, ttl_s = request.cache.sources, request.cache.retention.ttl_s
-        admission = await self.engine.admit(
-            request.prompt,
-            num_blocks=num_blocks,
-            use_device=CacheSource.DEVICE in sources,
-            deadline=deadline,
-            ttl_s=math.inf if ttl_s is None else ttl_s,
-            account=request.trust_group,
-            priority=request.priority,
-        )
-        try:
-            num_device = min(admission.num_device_blocks, reusable_blocks)
-            loaded = await load_prefix(
+        ttl_s = request.cache.retention.ttl_s
+        with ExitStack() as waiting:
+            if hand_off is not None:
+                await self._await_turn(waiting, request, num_blocks, hand_off, deadline=deadline)
+            admission = await self.engine.admit(
                 request.prompt,
-                admission.block_ids,
-                plan=LoadPlan(
+                num_blocks=num_blocks,
+                use_device=CacheSource.DEVICE in request.cache.sources,
+                deadline=deadline,
+                ttl_s=math.inf if ttl_s is None else ttl_s,
+                account=request.trust_group,
+                priority=request.priority,
+            )
+            try:
+                num_device = min(admission.num_device_blocks, reusable_blocks)
+                plan = LoadPlan(
                     first_block=num_device,
                     end_block=reusable_blocks,
-                    sources=sources,
+                    sources=request.cache.sources,
                     hint_nodes=hint_nodes,
                     retention=request.cache.retention,
-                ),
-                layout=self.layout,
-                nodes=self._timed_nodes,
-                pool=self.engine.kv,
-                deadline=deadline,
+                )
+                loaded = await self._load(admission, plan, hand_off, deadline)
+                waiting.close()
+                held = HeldPrefix(
+                    admission,
+                    (CacheSource.DEVICE,) * num_device + loaded.sources,
+                    sink_is_local=self.nodes.sink_node_id() == self.nodes.local_node_id(),
+                )
+                if request.cache.publish:
+                    self.engine.mark_loaded(admission, held.num_blocks)
+                yield held
+            finally:
+                self.engine.release(admission)
+
+    async def _load(
+        self, admission: Admission, plan: LoadPlan, hand_off: HandOff | None, deadline: Deadline
+    ) -> LoadedPrefix:
+        """As `load_prefix` or `follow_prefill`; faults are reported."""
+        load = load_prefix if hand_off is None else functools.partial(follow_prefill, hand_off=hand_off)
+        loaded = await load(
+            admission.prompt,
+            admission.block_ids,
+            plan=plan,
+            layout=self.layout,
+            nodes=self._timed_nodes,
+            pool=self.engine.kv,
+            deadline=deadline,
+        )
+        for fault in loaded.faults:
+            self.report_fault(fault)
+        return loaded
+
+    async def _await_turn(
+        self, waiting: ExitStack, request: GenerateRequest, num_blocks: int, hand_off: HandOff, *, deadline: Deadline
+    ) -> None:
+        """Return when pool blocks may be taken for a hand-off; `waiting` is open as long as they wait for it."""
+        pool, load = self.engine.pool, self.engine.load()
+        at_once = load.waiting == 0 and num_blocks <= load.free_blocks
+        if at_once and self._early_blocks + num_blocks <= HAND_OFF_POOL_SHARE * pool.num_blocks:
+            waiting.enter_context(self._early(num_blocks))
+        elif pool.resident_blocks(request.prompt) <= hand_off.first_block:
+            fault = await await_first_block(
+                request.prompt, hand_off, sources=request.cache.sources, nodes=self.nodes, deadline=deadline
             )
-            for fault in loaded.faults:
+            if fault is not None:
                 self.report_fault(fault)
-            held = HeldPrefix(
-                admission,
-                (CacheSource.DEVICE,) * num_device + loaded.sources,
-                sink_is_local=self.nodes.sink_node_id() == self.nodes.local_node_id(),
-            )
-            if request.cache.publish:
-                self.engine.mark_loaded(admission, held.num_blocks)
-            yield held
+
+    @contextmanager
+    def _early(self, num_blocks: int) -> Iterator[None]:
+        """So many pool blocks wait for a prefill as long as the scope lasts."""
+        self._early_blocks += num_blocks
+        try:
+            yield
         finally:
-            self.engine.release(admission)
+            self._early_blocks -= num_blocks
 
     def take_reused(self, held: HeldPrefix, request: GenerateRequest) -> list[FilledBlock]:
         """The reused blocks with a pool reference each, to be offered to the worker's sink before what is computed

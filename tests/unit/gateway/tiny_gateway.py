@@ -31,6 +31,7 @@ from headrace.core.generation import (
     GenerateRequest,
     PrefillCall,
     PrefillResult,
+    ReusedRun,
     TokenDelta,
     TokenLogprob,
     Usage,
@@ -172,6 +173,7 @@ class TinyCalls:
                     cached=CachedTokens(shared_memory=cached * BLOCK_TOKENS),
                 ),
                 worker_id=call.worker_id,
+                reused=(ReusedRun(CacheSource.SHARED_MEMORY, self._usable_blocks(call)),),
             )
         finally:
             worker.open_calls -= 1
@@ -212,10 +214,14 @@ class TinyCalls:
 
     def _cached_blocks(self, call: DecodeCall) -> int:
         """Blocks that count as cached: loadable, not all of the prompt, not computed for this request."""
+        return min(self._usable_blocks(call), call.computed_from)
+
+    def _usable_blocks(self, call: DecodeCall) -> int:
+        """Blocks that the decode worker need not compute."""
         if CacheSource.SHARED_MEMORY not in call.request.cache.sources:
             return 0
         usable = (len(call.request.prompt.token_ids) - 1) // BLOCK_TOKENS
-        return min(self._held(call.request), usable, call.computed_from)
+        return min(self._held(call.request), usable)
 
     async def _publish(self, request: GenerateRequest) -> None:
         self.stored.update(request.prompt.chain)
@@ -243,6 +249,7 @@ class CountingObserver:
         self.decisions: list[str] = []
         self.recoveries: list[str] = []
         self.first_tokens: list[float] = []
+        self.usages: list[Usage] = []
 
     def decided(self, reason: str) -> None:
         self.decisions.append(reason)
@@ -252,6 +259,9 @@ class CountingObserver:
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)
+
+    def finished(self, usage: Usage, *, reads_cache: bool) -> None:
+        self.usages.append(usage)
 
 
 @dataclass
