@@ -7,7 +7,7 @@ The path of a request, as `file:function`:
     wire/parse.py:parse_generate_request         outside bytes become a request that cannot be wrong
     gateway/tokenize_prompt.py:tokenize_prompt   text or chat becomes token ids, off the loop
     core/block.py:hash_prompt                    token ids become a chain of block hashes
-    index/redis_index.py:longest_prefix          who holds how much of the chain
+    index/index_mirror.py:longest_prefix         who holds how much of the chain
     core/choose_workers.py:choose_workers        which workers, by match and load
     gateway/route_request.py:route_request       prefill, then decode; new attempts when a worker dies
     prefill/prefill_prompt.py:prefill_prompt     load what is held, compute the rest, publish

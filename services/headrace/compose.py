@@ -206,28 +206,36 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
     from headrace.gateway.refuse_call import refuse_by_raising
     from headrace.gateway.service import GatewayService
     from headrace.gateway.tenants_file import TenantsFile
+    from headrace.index.index_mirror import IndexMirror
     from headrace.index.redis_index import RedisIndex
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import RouteMetrics
     from headrace.telemetry.metered_ports import MeteredBlockIndex, MeteredWorkerCalls
     from headrace.telemetry.metrics import Metrics
+    from headrace.telemetry.mirror_collector import MirrorCollector
     from headrace.transfer.channels import Channels
 
     clock, metrics, parts, channels = SystemClock(), Metrics(), AsyncExitStack(), Channels()
     index = RedisIndex(config.index.redis_url, clock=clock)
+    metered_index = MeteredBlockIndex(index, metrics=metrics, clock=clock)
+    mirror = IndexMirror(metered_index, config.index.redis_url, clock=clock)
+    MirrorCollector(mirror.stat, metrics=metrics)
     membership = RedisMembership(config.index.redis_url, clock=clock)
-    for close in (index.close, membership.close, channels.close):
+    for close in (index.close, mirror.close, membership.close, channels.close):
         parts.push_async_callback(close)
+    observer = RouteMetrics(metrics)
     service = GatewayService(
-        index=MeteredBlockIndex(index, metrics=metrics, clock=clock),
+        index=mirror,
         membership=membership,
         calls=MeteredWorkerCalls(calls, metrics=metrics, clock=clock),
         settings=config.gateway,
         clock=clock,
-        observer=RouteMetrics(metrics),
+        observer=observer,
+        requests=observer,
         tenants_file=TenantsFile(config.gateway.tenants_file) if config.gateway.tenants_file else None,
     )
     service.run_beside(BudgetCarrier(Fleet(service, channel_to=channels.to)).step)
+    service.run_beside(mirror.follow)
     return Gateway(
         service=service,
         http_app=build_http_app(service, metrics_text=lambda: generate_latest(metrics.registry)),

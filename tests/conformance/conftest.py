@@ -1,10 +1,11 @@
-"""Both implementations of the index ports, behind one face."""
+"""All implementations of the index ports, behind one face."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
+from settled_mirror import SettledMirror
 
 from headrace.core.ports import BlockIndex, Membership
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
@@ -35,8 +36,14 @@ class IndexUnderTest:
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[IndexUnderTest]:
-    if request.param == "memory":
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Which of them; a module may add the mirror, which is a reader and has no membership of its own."""
+    return str(request.param)
+
+
+@pytest.fixture
+async def under_test(implementation: str, request: pytest.FixtureRequest) -> AsyncIterator[IndexUnderTest]:
+    if implementation == "memory":
         clock = SettableClock()
 
         async def move_clock(ms: int) -> None:
@@ -50,7 +57,8 @@ async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[IndexUnder
         await asyncio.sleep(ms / 1000)
 
     url = request.getfixturevalue("empty_valkey_url")
-    redis_index, redis_membership = RedisIndex(url), RedisMembership(url)
-    yield IndexUnderTest(redis_index, redis_membership, sleep)
-    await redis_index.close()
+    index = RedisIndex(url) if implementation == "redis" else SettledMirror(url)
+    redis_membership = RedisMembership(url)
+    yield IndexUnderTest(index, redis_membership, sleep)
+    await index.close()
     await redis_membership.close()

@@ -1,4 +1,4 @@
-"""What every BlockIndex does, in memory and in a real Valkey server."""
+"""What every BlockIndex does: in memory, in a real Valkey server, and mirrored from there."""
 
 import asyncio
 
@@ -43,6 +43,11 @@ def make_node(holder: HolderId, incarnation: int) -> StoreNodeRecord:
         arena_path="/dev/shm/arena",
         pid=1,
     )
+
+
+@pytest.fixture(params=["memory", "redis", "mirror"])
+def implementation(request) -> str:
+    return request.param
 
 
 async def announce(under_test, holder: HolderId, incarnation: int = 1, ttl_ms: int = TTL_MS) -> None:

@@ -322,12 +322,46 @@ INDEX_HOLDERS_MAX = 1_024
 # index can spread, and the number of streams that a mirror reads in one command.
 INDEX_SHARDS = 8
 
-# Events kept per shard for mirrors, and blocks in one event. At 64 x 16 bytes and 30 bytes around them an event has
-# 1.1 KiB at most (2.1 with SHA-256), a stream 9 MiB and all eight 70: a quarter of an embedded server's memory, if every
-# shard is written to in whole batches. Usual events have one to eight blocks: 1 to 2 MiB for the shard of one busy model.
+# Events kept per shard for mirrors, and blocks in one event. At 64 x 16 bytes and 120 bytes around them an event has
+# 1.1 KiB at most (2.1 with SHA-256), a stream 9 MiB and all eight 72: a quarter of an embedded server's memory, if
+# every shard is written to in whole batches. Usual events have one to eight blocks: 2 MiB for a busy model's shard.
 # A mirror that stands still is 8,192 events behind in 8 s at 1,000 changes a second; then it reads all entries again.
 INDEX_EVENTS_MAX = 8_192
 INDEX_EVENT_BLOCKS_MAX = 64
+
+# Blocks that a gateway mirrors: 100 to 135 bytes each with up to sixty holders in the index, 230 to 260 with a
+# thousand, so 260 MB at the bound. An index of more is asked in Redis as if there were no mirror, and read again after
+# INDEX_MIRROR_RETRY_MS.
+INDEX_MIRROR_BLOCKS_MAX = 1_000_000
+
+# Reading all entries: keys in one SCAN, entries in one reply. About 3 ms of the event loop each, then others have their
+# turn; 100,000 blocks are 400 pages, two or three seconds beside the requests.
+INDEX_MIRROR_PAGE_KEYS = 256
+INDEX_MIRROR_PAGE_ENTRIES = 1_024
+
+# Events taken from each shard in one reply: 8 x 32 x 2.2 KiB are 0.6 MiB at most.
+INDEX_MIRROR_EVENTS = 32
+
+# How long one reading waits for an event. It must end well within INDEX_TIMEOUT_MS, or quiet would pass for an outage.
+INDEX_MIRROR_WAIT_MS = 100
+
+# How often a mirror looks who is alive (1,000 holders: 1 ms of Redis's time), and whether events were lost without a
+# trace.
+INDEX_MIRROR_LIVENESS_MS = 250
+INDEX_MIRROR_AUDIT_MS = 1_000
+
+# A mirror that was level with Redis this lately answers by itself; after that Redis is asked first. When Redis does not
+# answer, the mirror does for as long as a node's hints are mostly good: at a thousandth of its blocks replaced each
+# second, 97 % of them still are after half a minute.
+INDEX_MIRROR_FRESH_MS = 1_000
+INDEX_MIRROR_KEEP_MS = 30_000
+
+# Blocks of dead holders that are dropped in one step: 1 to 2 ms.
+INDEX_MIRROR_DROP_BLOCKS = 4_096
+
+# Times between two readings of all entries: after a loss, and when there were too many.
+INDEX_MIRROR_REREAD_MS = 1_000
+INDEX_MIRROR_RETRY_MS = 60_000
 
 # Keys that one sweep call looks at: 8 pages of 512, each page four round trips of about 1 ms.
 SWEEP_PAGE_KEYS = 512
@@ -527,6 +561,7 @@ assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS
 assert WORKER_SUSPECT_MS >= MEMBER_TTL_MS
+assert 2 * INDEX_MIRROR_WAIT_MS < INDEX_TIMEOUT_MS < INDEX_MIRROR_FRESH_MS
 assert WORKER_TABLE_KEEP_MS >= 2 * MEMBER_REFRESH_MS
 assert LEASE_BLOCKS_MAX <= CHAIN_BLOCKS_MAX
 assert FETCH_CHUNK_BYTES * 4 <= GRPC_MESSAGE_BYTES_MAX

@@ -52,6 +52,10 @@ class PrefixMap(Generic[Key]):
         bit = 1 << holder
         return (block for block, holders in self._block_to_holders.items() if holders & bit)
 
+    def blocks(self) -> list[Key]:
+        """All blocks, in a list of its own that may be walked while the map changes."""
+        return list(self._block_to_holders)
+
     def depths(self, chain: Sequence[Key], num_holders: int) -> NDArray[np.int32]:
         """Leading blocks of the chain that each holder has: [num_holders], 0 for those that lack the first."""
         found = np.zeros(num_holders, dtype=np.int32)

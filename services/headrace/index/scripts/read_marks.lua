@@ -5,10 +5,17 @@
 -- read and not be expected. A script sees one instant.
 --
 -- KEYS[1]  the shard's events      KEYS[2]  its numbers
--- Returns  {newest id, "0-0" when there is none, field, number, field, number, ...}
-local newest = redis.pcall('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+-- Returns  {newest id, events ever, field, number, field, number, ...}; "0-0" and 0 without a stream
+local reply = {'0-0', 0}
+local stream = redis.pcall('XINFO', 'STREAM', KEYS[1])
+if not stream.err then
+  for i = 1, #stream, 2 do
+    if stream[i] == 'last-generated-id' then reply[1] = stream[i + 1] end
+    if stream[i] == 'entries-added' then reply[2] = stream[i + 1] end
+  end
+end
 local numbers = redis.pcall('HGETALL', KEYS[2])
-local reply = {not newest.err and newest[1] and newest[1][1] or '0-0'}
-if numbers.err then return reply end
-for _, part in ipairs(numbers) do reply[#reply + 1] = part end
+if not numbers.err then
+  for _, part in ipairs(numbers) do reply[#reply + 1] = part end
+end
 return reply

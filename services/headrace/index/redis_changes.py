@@ -1,0 +1,238 @@
+"""What a mirror reads from Redis: all entries page by page, the changes since, who is alive, and whether any were lost.
+
+Every method is a bounded piece of work under one deadline and raises IndexUnavailable; asked again after that, it goes
+on where it was. Owns a connection of its own, so that a reading that waits for events holds nobody up. What does not
+parse is skipped and counted.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from redis.exceptions import ResponseError
+
+from headrace.core.block import BlockHash, HolderId, NamespaceId
+from headrace.core.clock import Clock
+from headrace.core.limits import (
+    INDEX_HOLDERS_MAX,
+    INDEX_MIRROR_EVENTS,
+    INDEX_MIRROR_PAGE_ENTRIES,
+    INDEX_MIRROR_PAGE_KEYS,
+    INDEX_SHARDS,
+    MEMBER_TTL_MS,
+)
+from headrace.index.junk_count import JunkCount
+from headrace.index.mirrored_blocks import Alive, Owner
+from headrace.index.redis_connections import RedisCall, RedisConnections, Script
+from headrace.index.redis_keys import (
+    BLOCK_KEYS_PATTERN,
+    MEMBER_IDS_KEY,
+    MEMBER_KEY_PREFIX,
+    BlockKey,
+    Event,
+    block_key_prefix,
+    events_key,
+    numbers_key,
+    parse_event,
+    parse_incarnation,
+    parse_key,
+    parse_numbers,
+)
+
+_READ_MARKS = Script("read_marks")
+_READ_LIVENESS = Script("read_liveness")
+_SHARDS = range(INDEX_SHARDS)
+
+EventId = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where one shard's events stand: the newest one's id, and how many there were ever."""
+
+    newest: EventId
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Where everything stands on one run of one server."""
+
+    run_id: bytes  # b"" when the server does not tell
+    shards: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One holder's entry of one block."""
+
+    namespace: NamespaceId
+    block_hash: BlockHash
+    owner: Owner
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """An event and where it lies; None for one that does not parse."""
+
+    shard: int
+    event_id: EventId
+    event: Event | None
+
+
+class RedisChanges:
+    """A reader of the index's events and entries. One instance per event loop; connects when first used."""
+
+    def __init__(self, redis_url: str, *, clock: Clock) -> None:
+        self._clock = clock
+        self._redis = RedisConnections(redis_url, connections_max=1, clock=clock)
+        self._junk = JunkCount(clock)
+
+    async def read_marks(self) -> Marks:
+        """Where all shards stand, which may be at slightly different times."""
+        async with self._redis.call() as redis:
+            info, *streams = await redis.round_trip(
+                ("INFO", "server"), *(("XINFO", "STREAM", events_key(shard)) for shard in _SHARDS)
+            )
+        return Marks(_run_id(info), tuple(_parse_mark(stream) for stream in streams))
+
+    async def read_numbers(self) -> tuple[Marks, dict[tuple[int, Owner], int]]:
+        """Where all shards stand and how many events each owner had made by then in each, exactly."""
+        shards, numbers = [], {}
+        async with self._redis.call() as redis:
+            [info] = await redis.round_trip(("INFO", "server"))
+            for shard in _SHARDS:
+                newest, events, *pairs = await redis.run_script(
+                    _READ_MARKS, keys=[events_key(shard), numbers_key(shard)], arguments=[]
+                )
+                shards.append(Mark(_parse_id(newest), events))
+                for (holder, incarnation), number in parse_numbers(pairs).items():
+                    numbers[shard, Owner(holder, incarnation)] = number
+        return Marks(_run_id(info), tuple(shards)), numbers
+
+    async def read_events(self, after: Sequence[EventId], *, wait_ms: int) -> list[Happened]:
+        """Up to INDEX_MIRROR_EVENTS events of each shard after the given ids, in order within a shard. When there are
+        none, waits up to `wait_ms` (0: not at all) for the first."""
+        block = ("BLOCK", wait_ms) if wait_ms else ()
+        keys = [events_key(shard) for shard in _SHARDS]
+        ids = [b"%d-%d" % event_id for event_id in after]
+        async with self._redis.call() as redis:
+            [reply] = await redis.round_trip(("XREAD", "COUNT", INDEX_MIRROR_EVENTS, *block, "STREAMS", *keys, *ids))
+            if isinstance(reply, ResponseError):  # junk of another type in a stream's place
+                reply = await _read_one_by_one(redis, keys, ids)
+        happened = [
+            Happened(keys.index(key), _parse_id(event_id), parse_event(fields) if fields else None)
+            for key, events in reply or ()
+            for event_id, fields in events
+        ]
+        self._junk.add(sum(each.event is None for each in happened), "index events")
+        return happened
+
+    async def read_page(self, cursor: int) -> tuple[int, list[Entry]]:
+        """Some of all entries, and the cursor that leads to the next ones; 0 begins and ends."""
+        async with self._redis.call() as redis:
+            [scanned] = await redis.round_trip(
+                ("SCAN", cursor, "MATCH", BLOCK_KEYS_PATTERN, "COUNT", INDEX_MIRROR_PAGE_KEYS)
+            )
+            if isinstance(scanned, ResponseError):
+                raise scanned
+            blocks = [key for key in map(parse_key, scanned[1]) if isinstance(key, BlockKey)]
+            sizes = await redis.round_trip(*(("HLEN", _key_of(key)) for key in blocks)) if blocks else []
+        entries: list[Entry] = []
+        for batch in _batches(blocks, sizes):
+            async with self._redis.call() as redis:
+                replies = await redis.round_trip(
+                    *(("HRANDFIELD", _key_of(key), INDEX_HOLDERS_MAX, "WITHVALUES") for key in batch)
+                )
+            for key, reply in zip(batch, replies, strict=True):
+                entries += self._parse_entries(key, reply)
+        return int(scanned[0]), entries
+
+    async def read_liveness(self, holders: Iterable[HolderId]) -> dict[HolderId, Alive]:
+        """Which of the holders are alive, by the records that stand now."""
+        asked = list(holders)
+        if not asked:
+            return {}
+        async with self._redis.call() as redis:
+            asked_s = self._clock.now_s()
+            reply = await redis.run_script(_READ_LIVENESS, keys=[MEMBER_IDS_KEY], arguments=[MEMBER_KEY_PREFIX, *asked])
+        live = {}
+        for holder, head, ttl_ms in zip(asked, reply[::2], reply[1::2], strict=True):
+            incarnation = parse_incarnation(head)
+            if incarnation is not None:
+                live[holder] = Alive(incarnation, asked_s + (ttl_ms if ttl_ms >= 0 else MEMBER_TTL_MS) / 1_000)
+        return live
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._redis.close()
+
+    def _parse_entries(self, key: BlockKey, reply: object) -> list[Entry]:
+        if not isinstance(reply, list):  # another type: junk
+            self._junk.add(1, "index entries")
+            return []
+        entries = []
+        for name, value in zip(reply[::2], reply[1::2], strict=True):
+            incarnation = parse_incarnation(value)
+            try:
+                holder = HolderId(name.decode())
+            except UnicodeDecodeError:
+                continue
+            if incarnation is not None:
+                entries.append(Entry(key.namespace, key.block_hash, Owner(holder, incarnation)))
+        self._junk.add(len(reply) // 2 - len(entries), "index entries")
+        return entries
+
+
+async def _read_one_by_one(
+    redis: RedisCall, keys: Sequence[bytes], ids: Sequence[bytes]
+) -> list[tuple[bytes, list[tuple[bytes, list[bytes]]]]]:
+    """As the one command for all would answer if what is no stream were an empty one."""
+    replies = await redis.round_trip(
+        *(
+            ("XREAD", "COUNT", INDEX_MIRROR_EVENTS, "STREAMS", key, event_id)
+            for key, event_id in zip(keys, ids, strict=True)
+        )
+    )
+    return [stream for reply in replies if isinstance(reply, list) for stream in reply]
+
+
+def _batches(blocks: Sequence[BlockKey], sizes: Sequence[object]) -> Iterable[list[BlockKey]]:
+    """Blocks in order, as many together as have INDEX_MIRROR_PAGE_ENTRIES entries: one block that a thousand holders
+    have is as much to read as a thousand blocks."""
+    batch: list[BlockKey] = []
+    entries = 0
+    for key, size in zip(blocks, sizes, strict=True):
+        size = size if isinstance(size, int) else 0  # junk, which the reading will count
+        if batch and entries + size > INDEX_MIRROR_PAGE_ENTRIES:
+            yield batch
+            batch, entries = [], 0
+        batch.append(key)
+        entries += size
+    if batch:
+        yield batch
+
+
+def _key_of(key: BlockKey) -> bytes:
+    return block_key_prefix(key.namespace) + key.block_hash
+
+
+def _parse_id(text: bytes) -> EventId:
+    milliseconds, _, sequence = text.partition(b"-")
+    return int(milliseconds), int(sequence)
+
+
+def _parse_mark(stream: object) -> Mark:
+    """What XINFO STREAM says; no stream, or junk in its place, has had no events."""
+    if not isinstance(stream, list):
+        return Mark((0, 0), 0)
+    said: Mapping[bytes, object] = dict(zip(stream[::2], stream[1::2], strict=True))
+    newest, events = said[b"last-generated-id"], said[b"entries-added"]
+    assert isinstance(newest, bytes)
+    assert isinstance(events, int)
+    return Mark(_parse_id(newest), events)
+
+
+def _run_id(info: object) -> bytes:
+    """Changes whenever a server starts anew or another one takes its place."""
+    lines = info.splitlines() if isinstance(info, bytes) else []
+    return next((line.removeprefix(b"run_id:") for line in lines if line.startswith(b"run_id:")), b"")
