@@ -11,8 +11,10 @@ from headrace.admin.completion_command import completion
 from headrace.admin.config_commands import config
 from headrace.admin.doctor import doctor
 from headrace.admin.event_commands import events
+from headrace.admin.explain_command import explain
 from headrace.admin.inference_commands import generate, models
 from headrace.admin.node_commands import nodes
+from headrace.admin.plan_command import plan
 from headrace.admin.portable_blocks import export_blocks, import_blocks
 from headrace.admin.retention_commands import pin_prefix, set_ttl, unpin_prefix
 from headrace.admin.simulate_commands import simulate
@@ -61,7 +63,9 @@ for command in (
     tenants,
     nodes,
     doctor,
+    explain,
     simulate,
+    plan,
     completion,
 ):
     main.add_command(command)

@@ -53,11 +53,12 @@ class _Context:
         self._numbers, self._block_tokens = numbers, block_tokens
         self.blocks: tuple[int, ...] = ()
         self.tokens = 0
+        self.conversation = -1
 
     def extended(self, tokens: int) -> "_Context":
         """This and so many tokens that nobody else has."""
         longer = _Context(self._numbers, self._block_tokens)
-        longer.tokens = self.tokens + tokens
+        longer.tokens, longer.conversation = self.tokens + tokens, self.conversation
         new = longer.tokens // self._block_tokens - len(self.blocks)
         longer.blocks = self.blocks + tuple(islice(self._numbers, new))
         return longer
@@ -162,7 +163,7 @@ class _Generator:
         return self._in_turns(gap_s=self._shape.gap_s / 10, branch_share=share, requests_each=each)
 
     def _in_turns(self, *, gap_s: float, branch_share: float, requests_each: float) -> Iterator[TracedRequest]:
-        shape, draw, serial = self._shape, self._draw, count()
+        shape, draw, serial, begun = self._shape, self._draw, count(), count()
         starts_per_s = shape.requests_per_s / requests_each
         # (when, serial, context before the turn's own tokens, turns left; None: somebody begins)
         waiting: list[tuple[float, int, _Context | None, int]] = [(0.0, next(serial), None, shape.turns)]
@@ -171,7 +172,8 @@ class _Generator:
             if context is None:
                 next_s = now_s + draw.expovariate(starts_per_s)
                 heapq.heappush(waiting, (next_s, next(serial), None, shape.turns))
-                context = self._popular()
+                context = self._popular().extended(0)
+                context.conversation = next(begun)
             prompt = context.extended(self._about(shape.turn_tokens))
             request = self._asked(prompt, now_s)
             yield request
@@ -190,4 +192,5 @@ class _Generator:
         return 1 + int(self._draw.expovariate(1 / mean))
 
     def _asked(self, context: _Context, arrival_s: float) -> TracedRequest:
-        return TracedRequest(context.tokens, context.blocks, arrival_s, self._about(self._shape.output_tokens))
+        output_tokens = self._about(self._shape.output_tokens)
+        return TracedRequest(context.tokens, context.blocks, arrival_s, output_tokens, context.conversation)

@@ -46,6 +46,7 @@ class TracedRequest:
     block_ids: tuple[int, ...]
     arrival_s: float = 0.0  # from the trace's start
     output_tokens: int = 1
+    conversation: int = -1  # -1: not known, or it belongs to none
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""What a model and a machine come to in numbers: bytes of KV, room for it, and seconds of prefill and decode.
+
+Read from a Hugging Face `config.json`, or given field by field. The seconds are an estimate from peak figures and named
+efficiencies; who has measured rates gives those instead.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.step_costs import DecodeCost, PrefillCost
+
+# Share of a GPU's memory that is neither weights nor KV: activations, graphs, the allocator's slack.
+DEVICE_OVERHEAD_SHARE = 0.10
+
+# Seconds that a prefill and a decode step take whatever is in them: launches, sampling, the scheduler.
+PREFILL_BASE_S = 0.005
+DECODE_SEQUENCE_S = 40e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """As far as KV and arithmetic need it. `kv_bytes`, `weight_bytes`: of one number."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    query_heads: int
+    parameters: float
+    kv_bytes: int = 2
+    weight_bytes: float = 2.0
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """2 (keys and values) x layers x kv heads x head dim x bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One worker: its GPU (or GPUs together), and the host's memory that is given to the store."""
+
+    device_bytes: float
+    host_bytes: float
+    device_bytes_per_s: float  # memory bandwidth
+    flops_per_s: float  # that prefill reaches, not the data sheet's
+    network_bytes_per_s: float
+
+
+def read_model(folder: Path, *, kv_bytes: int = 2) -> ModelShape:
+    """The shape in a `config.json`, or in the folder that has one. Raises InvalidRequest naming what is missing."""
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        heads = int(config["num_attention_heads"])
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        parameters = _count_parameters(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", param="model") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{path} is not a model's config: {error}", param="model") from error
+    except KeyError as error:
+        raise InvalidRequest(f"{path} lacks {error.args[0]}", param="model") from error
+    return ModelShape(layers, kv_heads, head_dim, heads, parameters, kv_bytes=kv_bytes)
+
+
+def device_kv_tokens(model: ModelShape, machine: Machine) -> int:
+    """Tokens whose KV a worker's GPU has room for. Raises InvalidRequest where the weights alone do not fit."""
+    room = machine.device_bytes * (1 - DEVICE_OVERHEAD_SHARE) - model.parameters * model.weight_bytes
+    tokens = int(room // model.kv_token_bytes)
+    if tokens <= 0:
+        raise InvalidRequest(
+            f"the weights ({model.parameters * model.weight_bytes / 1e9:,.0f} GB) leave no room for KV in "
+            f"{machine.device_bytes / 1e9:,.0f} GB", param="device_memory",
+        )  # fmt: skip
+    return tokens
+
+
+def estimate_costs(model: ModelShape, machine: Machine) -> tuple[PrefillCost, DecodeCost]:
+    """Prefill: 2 operations a parameter, 4 x layers x heads x head dim a pair of tokens. Decode: the weights once a
+    step, each sequence's KV once."""
+    pair_flops = 4 * model.layers * model.query_heads * model.head_dim
+    prefill = PrefillCost(
+        base_s=PREFILL_BASE_S,
+        tokens_per_s=machine.flops_per_s / (2 * model.parameters),
+        attention_s=pair_flops / machine.flops_per_s,
+    )
+    decode = DecodeCost(
+        base_s=model.parameters * model.weight_bytes / machine.device_bytes_per_s,
+        sequence_s=DECODE_SEQUENCE_S,
+        kv_token_s=model.kv_token_bytes / machine.device_bytes_per_s,
+    )
+    return prefill, decode
+
+
+def _count_parameters(config: dict[str, Any], *, heads: int, kv_heads: int, head_dim: int) -> float:
+    """Of a decoder with gated feed-forward layers, all experts counted; norms and biases are left out."""
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    embeddings = int(config["vocab_size"]) * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return float(embeddings + int(config["num_hidden_layers"]) * (attention + experts * 3 * hidden * inner))

@@ -1,0 +1,237 @@
+"""How many workers and how much memory a workload needs: room by arithmetic, hits by replay, seconds by simulation.
+
+Owns the search for the cheapest cluster that meets the targets. Its figures are as good as the rates that it is given:
+those of `model_shape.estimate_costs` are estimates, and a plan is a place to start measuring from.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.step_costs import DecodeCost, LinkCost, PrefillCost
+from headrace.simulate.cluster_model import ClusterModel
+from headrace.simulate.headrace_policy import HeadracePolicy
+from headrace.simulate.model_shape import Machine, ModelShape, device_kv_tokens, estimate_costs
+from headrace.simulate.read_trace import Trace
+from headrace.simulate.replay_routing import RoutingResult, replay_routing, scale_to_load
+from headrace.simulate.reuse_by_size import ReuseRow, found_share, reuse_by_size
+
+CONTEXTS = (2_048, 8_192, 32_768, 131_072)
+
+# The first so many requests are simulated: percentiles of fewer are noise, more only take longer.
+SIMULATED_REQUESTS_MAX = 2_000
+
+# Simulations of one plan, at most: three stores, and a few numbers of workers each.
+SIMULATIONS_MAX = 24
+
+# Shares of the host memory that is offered to the store.
+STORE_SHARES = (0.0, 0.5, 1.0)
+
+# Cold prefill work over capacity at which the search begins: less is never enough with queues at random.
+FIRST_LOAD = 0.9
+
+# More workers that leave this share of p90 are no help.
+HELPS_SHARE = 0.98
+
+ROUND_TRIP_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What 90 of 100 requests must have, and what things cost in any unit of money."""
+
+    ttft_s: float
+    itl_s: float
+    worker_cost: float = 1.0
+    host_gib_cost: float = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRow:
+    """How many sequences of one length a worker can run: as memory has room, and as the ITL target allows."""
+
+    context_tokens: int
+    fit: int
+    within_itl: int
+    itl_ms: float  # of as many as fit and are allowed
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRow:
+    """One cluster that was simulated."""
+
+    prefill_workers: int
+    decode_workers: int
+    host_gib: float
+    hit_rate: float
+    ttft_s_p90: float
+    itl_ms_p90: float
+    meets: bool
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """Everything that a plan says."""
+
+    kv_token_bytes: int
+    device_tokens: int
+    device_blocks: int
+    block_tokens: int
+    host_tokens: int
+    int8_kv_token_bytes: int
+    int8_device_tokens: int
+    prefill: PrefillCost
+    decode: DecodeCost
+    contexts: tuple[ContextRow, ...]
+    reuse: tuple[ReuseRow, ...]
+    requests_per_s: float
+    prompt_tokens_mean: float
+    output_tokens_mean: float
+    prefill_workers_busy: float  # as many workers' time as prefill takes, with the hits of the store that was chosen
+    decode_workers_busy: float
+    simulated: tuple[ClusterRow, ...]
+    chosen: ClusterRow | None  # None: nothing that was tried meets the targets
+
+
+def plan_capacity(
+    model: ModelShape,
+    machine: Machine,
+    trace: Trace,
+    targets: Targets,
+    *,
+    costs: tuple[PrefillCost, DecodeCost] | None = None,
+    report: Callable[[str], None],
+) -> CapacityPlan:
+    """Plan for a trace at its own times. `costs`: measured ones; None for the estimate. Simulates up to 24 clusters."""
+    if len(trace.requests) < 2 or trace.requests[-1].arrival_s <= trace.requests[0].arrival_s:
+        raise InvalidRequest("a plan needs requests that come at different times", param="trace")
+    prefill, decode = costs or estimate_costs(model, machine)
+    device_tokens = device_kv_tokens(model, machine)
+    host_tokens = int(machine.host_bytes // model.kv_token_bytes)
+    int8 = replace(model, kv_bytes=1)
+    cluster = ClusterModel(
+        name="planned", prefill_workers=1, decode_workers=1, mixed_workers=0, prefill=prefill, decode=decode,
+        network=LinkCost(machine.network_bytes_per_s, ROUND_TRIP_S), kv_token_bytes=model.kv_token_bytes,
+        device_tokens=device_tokens, host_tokens=host_tokens, ttft_slo_s=targets.ttft_s, itl_slo_s=targets.itl_s,
+    )  # fmt: skip
+    if decode.step_seconds(1, 1) > targets.itl_s:
+        raise InvalidRequest(
+            f"one sequence alone takes {decode.step_seconds(1, 1) * 1e3:.1f} ms a token: no cluster of such workers "
+            f"meets {targets.itl_s * 1e3:.1f} ms", param="itl_ms",
+        )  # fmt: skip
+    simulated = _search(trace, cluster, targets, report=report)
+    meeting = [row for row in simulated if row.meets]
+    chosen = min(meeting, key=lambda row: (row.cost, row.ttft_s_p90), default=None)
+    hit_rate = (chosen or simulated[-1]).hit_rate
+    requests = trace.requests
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    return CapacityPlan(
+        kv_token_bytes=model.kv_token_bytes,
+        device_tokens=device_tokens,
+        device_blocks=device_tokens // trace.block_tokens,
+        block_tokens=trace.block_tokens,
+        host_tokens=host_tokens,
+        int8_kv_token_bytes=int8.kv_token_bytes,
+        int8_device_tokens=device_kv_tokens(int8, machine),
+        prefill=prefill,
+        decode=decode,
+        contexts=tuple(context_row(size, decode, device_tokens, targets.itl_s) for size in CONTEXTS),
+        reuse=tuple(reuse_by_size(trace)),
+        requests_per_s=len(requests) / span_s,
+        prompt_tokens_mean=sum(each.input_tokens for each in requests) / len(requests),
+        output_tokens_mean=sum(each.output_tokens for each in requests) / len(requests),
+        prefill_workers_busy=_cold_seconds(trace, prefill) * (1 - hit_rate) / span_s,
+        decode_workers_busy=_decode_workers(trace, cluster, targets.itl_s),
+        simulated=tuple(simulated),
+        chosen=chosen,
+    )
+
+
+def context_row(context_tokens: int, decode: DecodeCost, device_tokens: int, itl_s: float) -> ContextRow:
+    """Concurrency at one context length."""
+    fit = device_tokens // context_tokens
+    each_s = decode.sequence_s + decode.kv_token_s * context_tokens
+    within = max(0, int((itl_s - decode.base_s) / each_s + 1e-9))
+    batch = min(fit, within)
+    return ContextRow(
+        context_tokens, fit, within, float(decode.step_seconds(batch, batch * context_tokens)) * 1e3 if batch else 0.0
+    )
+
+
+def _search(
+    trace: Trace, cluster: ClusterModel, targets: Targets, *, report: Callable[[str], None]
+) -> list[ClusterRow]:
+    """For each store size, the fewest prefill and decode workers that meet the targets, by trying from below."""
+    kept = replace(trace, requests=trace.requests[:SIMULATED_REQUESTS_MAX])
+    span_s = kept.requests[-1].arrival_s - kept.requests[0].arrival_s
+    cold = _cold_seconds(kept, cluster.prefill) / span_s
+    rows: list[ClusterRow] = []
+    for share in STORE_SHARES:
+        host_tokens = int(cluster.host_tokens * share)
+        if share and not host_tokens:
+            continue
+        decoders = max(1, math.ceil(_decode_workers(kept, cluster, targets.itl_s)))
+        found = found_share(kept, math.ceil(cold) * (cluster.device_tokens + host_tokens))
+        prefillers = max(1, math.ceil(cold * (1 - found) / FIRST_LOAD))
+        before_s_p90 = math.inf
+        while len(rows) < SIMULATIONS_MAX:
+            tried = replace(cluster, prefill_workers=prefillers, decode_workers=decoders, host_tokens=host_tokens)
+            report(f"simulating {prefillers} prefill and {decoders} decode workers, {share:.0%} of the host memory")
+            row = _cluster_row(_simulate(kept, tried), tried, targets)
+            rows.append(row)
+            best = min((other.cost for other in rows if other.meets), default=math.inf)
+            if row.meets or row.cost + targets.worker_cost > best:
+                break
+            if before_s_p90 * HELPS_SHARE < row.ttft_s_p90 and row.itl_ms_p90 <= targets.itl_s * 1e3:
+                break  # more workers do not make a single prompt faster
+            before_s_p90 = row.ttft_s_p90
+            late, slow = row.ttft_s_p90 / targets.ttft_s, row.itl_ms_p90 / (targets.itl_s * 1e3)
+            if slow > 1:
+                decoders += _step(decoders, slow)
+            if late > 1:
+                prefillers += _step(prefillers, late)
+    return rows
+
+
+def _step(workers: int, excess: float) -> int:
+    """How many more to try: one when it is close, up to a half more when it is far off."""
+    return max(1, int(workers * min(0.5, (excess - 1) / 8)))
+
+
+def _simulate(trace: Trace, cluster: ClusterModel) -> RoutingResult:
+    requests = scale_to_load(trace, cluster, load=0.0, tick_s=0.0, seed=0)
+    return replay_routing(requests, cluster, HeadracePolicy, block_tokens=trace.block_tokens, load=0.0)
+
+
+def _cluster_row(result: RoutingResult, cluster: ClusterModel, targets: Targets) -> ClusterRow:
+    workers = cluster.prefill_workers + cluster.decode_workers
+    host_gib = workers * cluster.host_tokens * cluster.kv_token_bytes / 2**30
+    return ClusterRow(
+        prefill_workers=cluster.prefill_workers,
+        decode_workers=cluster.decode_workers,
+        host_gib=host_gib,
+        hit_rate=result.device_hit_rate + result.host_hit_rate,
+        ttft_s_p90=result.ttft_s_p90,
+        itl_ms_p90=result.itl_ms_p90,
+        meets=result.ttft_s_p90 <= targets.ttft_s and result.itl_ms_p90 <= targets.itl_s * 1e3,
+        cost=workers * targets.worker_cost + host_gib * targets.host_gib_cost,
+    )
+
+
+def _cold_seconds(trace: Trace, prefill: PrefillCost) -> float:
+    return sum(float(prefill.seconds(0, request.input_tokens)) for request in trace.requests)
+
+
+def _decode_workers(trace: Trace, cluster: ClusterModel, itl_s: float) -> float:
+    """Workers' time that decoding takes when batches are as large as memory and the ITL target allow."""
+    requests = trace.requests
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    output = sum(request.output_tokens for request in requests)
+    # Each output token reads the sequence's KV once: the mean context weighs by output tokens.
+    context = sum(r.output_tokens * (r.input_tokens + r.output_tokens / 2) for r in requests) / output
+    row = context_row(max(1, int(context)), cluster.decode, cluster.device_tokens, itl_s)
+    batch = max(1, min(row.fit, row.within_itl))
+    step_s = float(cluster.decode.step_seconds(batch, batch * context))
+    return output / span_s * step_s / batch

@@ -1,0 +1,154 @@
+"""A plan's numbers, worked out by hand: bytes of KV, room, concurrency, hits at each size, and the cluster."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.admin.cli import main
+from headrace.core.errors import InvalidRequest
+from headrace.core.step_costs import DecodeCost, PrefillCost
+from headrace.simulate.model_shape import Machine, ModelShape, device_kv_tokens, estimate_costs, read_model
+from headrace.simulate.plan_capacity import Targets, context_row, plan_capacity
+from headrace.simulate.read_trace import Trace, TracedRequest
+from headrace.simulate.reuse_by_size import found_share
+
+LLAMA_8B = {
+    "hidden_size": 4_096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
+EIGHT_B = ModelShape(layers=32, kv_heads=8, head_dim=128, query_heads=32, parameters=8e9)
+H100 = Machine(
+    device_bytes=80e9, host_bytes=100 * 2**30, device_bytes_per_s=3.2e12, flops_per_s=200e12, network_bytes_per_s=25e9
+)
+RATES = (
+    PrefillCost(base_s=0.0, tokens_per_s=1_000.0, attention_s=0.0),
+    DecodeCost(base_s=0.010, sequence_s=0.001, kv_token_s=0.0),
+)
+
+
+def make_trace(count: int, *, every_s: float, tokens: int = 1_000, output: int = 10) -> Trace:
+    """Requests that share nothing, evenly spaced."""
+    chains = (tuple(range(n * 10, n * 10 + tokens // 100)) for n in range(count))
+    requests = tuple(TracedRequest(tokens, chain, n * every_s, output) for n, chain in enumerate(chains))
+    return Trace(requests, block_tokens=100, num_blocks=count * 10)
+
+
+def plan(trace: Trace, **targets):
+    found = plan_capacity(
+        EIGHT_B,
+        replace(H100, host_bytes=0),
+        trace,
+        Targets(**{"ttft_s": 2.0, "itl_s": 0.05, **targets}),
+        costs=RATES,
+        report=lambda line: None,
+    )
+    assert all(row.meets == (row.ttft_s_p90 <= targets.get("ttft_s", 2.0)) for row in found.simulated)
+    return found
+
+
+def test_kv_of_a_token_is_two_times_layers_times_heads_times_dim_times_bytes():
+    """2 x 32 x 8 x 128 x 2 = 131,072."""
+    assert EIGHT_B.kv_token_bytes == 131_072
+    assert replace(EIGHT_B, kv_bytes=1).kv_token_bytes == 65_536
+
+
+def test_a_config_says_shape_and_parameters(tmp_path):
+    """2 x 128,256 x 4,096 + 32 x (4,096 x 128 x 80 + 3 x 4,096 x 14,336) = 8.03e9."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for path in (tmp_path, tmp_path / "config.json"):
+        model = read_model(path)
+        assert (model.layers, model.kv_heads, model.head_dim, model.query_heads) == (32, 8, 128, 32)
+        assert model.parameters == pytest.approx(8.03e9, rel=0.001)
+
+
+def test_a_config_that_lacks_a_field_is_refused_by_its_name(tmp_path):
+    for name in LLAMA_8B:
+        if name != "num_key_value_heads":  # without it, every query head has its own
+            (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LLAMA_8B.items() if k != name}))
+            with pytest.raises(InvalidRequest, match=name):
+                read_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InvalidRequest, match="not a model's config"):
+        read_model(tmp_path)
+
+
+def test_room_is_what_weights_and_overhead_leave():
+    """80 GB x 0.9 - 16 GB = 56 GB; over 131,072 bytes: 427,246 tokens."""
+    assert device_kv_tokens(EIGHT_B, H100) == 427_246
+    with pytest.raises(InvalidRequest, match="leave no room"):
+        device_kv_tokens(replace(EIGHT_B, parameters=70e9), H100)
+
+
+def test_seconds_are_estimated_from_operations_and_bytes():
+    """200e12 / 16e9 = 12,500 tokens/s; 4 x 32 x 32 x 128 / 200e12 = 2.62 ns; 16e9 / 3.2e12 = 5 ms a step."""
+    prefill, decode = estimate_costs(EIGHT_B, H100)
+    assert prefill.tokens_per_s == pytest.approx(12_500)
+    assert prefill.attention_s == pytest.approx(2.62e-9, rel=0.01)
+    assert decode.base_s == pytest.approx(0.005)
+    assert decode.kv_token_s == pytest.approx(131_072 / 3.2e12)
+
+
+def test_concurrency_is_bounded_by_room_and_by_the_target():
+    """100,000 tokens are 10 sequences of 10,000; 50 ms at 10 + 5 ms each are 8."""
+    decode = DecodeCost(base_s=0.010, sequence_s=0.001, kv_token_s=4e-7)
+    row = context_row(10_000, decode, 100_000, 0.050)
+    assert (row.fit, row.within_itl) == (10, 8)
+    assert row.itl_ms == pytest.approx(50.0)
+
+
+def test_hits_at_each_size_are_those_of_a_store_of_that_size():
+    """Two prompts of two blocks in turns: a store of four blocks finds all but the first of each, one of two none."""
+    turns = [TracedRequest(201, (0, 1) if n % 2 else (2, 3), float(n)) for n in range(10)]
+    trace = Trace(tuple(turns), block_tokens=100, num_blocks=4)
+    assert found_share(trace, 400) == pytest.approx(8 * 200 / 2_010)
+    assert found_share(trace, 200) == 0.0
+
+
+def test_the_fewest_workers_that_meet_the_targets_are_found():
+    """A second of prefill comes every 0.4 s: two workers fall behind without end, three keep up."""
+    found = plan(make_trace(200, every_s=0.4))
+    assert found.chosen is not None
+    assert (found.chosen.prefill_workers, found.chosen.decode_workers) == (3, 1)
+    assert found.prefill_workers_busy == pytest.approx(2.5, rel=0.02)
+    assert found.requests_per_s == pytest.approx(2.5, rel=0.01)
+
+
+def test_a_tighter_target_is_met_with_more_or_said_to_be_out_of_reach():
+    """No number of workers computes a second's prefill in half a second."""
+    found = plan(make_trace(60, every_s=0.4), ttft_s=0.5)
+    assert found.chosen is None
+    assert len(found.simulated) <= 6, "more workers were tried although they do not help"
+    with pytest.raises(InvalidRequest, match="no cluster of such workers"):
+        plan(make_trace(60, every_s=0.4), itl_s=0.005)
+
+
+def test_requests_that_all_come_at_once_cannot_be_planned_for():
+    with pytest.raises(InvalidRequest, match="different times"):
+        plan(make_trace(60, every_s=0.0))
+
+
+def test_the_command_prints_the_same_plan_as_its_json(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    args = ["plan", "--model", str(tmp_path), "--requests-per-s", "3", "--requests", "60", "--host-memory-gib", "4"]
+    told = CliRunner().invoke(main, [*args, "--json"], catch_exceptions=False)
+    found = json.loads(told.stdout)
+    assert found["kv_token_bytes"] == 131_072
+    assert found["chosen"]["meets"]
+    shown = CliRunner().invoke(main, args, catch_exceptions=False).stdout
+    assert "2 x 32 layers x 8 kv heads x 128 x 2 bytes = 131,072 bytes" in shown
+    assert (
+        f"{found['chosen']['prefill_workers']} prefill and {found['chosen']['decode_workers']} decode workers" in shown
+    )
+    assert "does not serve int8 KV yet" in shown
+
+
+def test_a_model_that_is_not_given_whole_is_refused_with_what_is_missing():
+    refused = CliRunner().invoke(main, ["plan", "--layers", "32", "--requests-per-s", "1"], catch_exceptions=False)
+    assert refused.exit_code == 3
+    assert "--kv-heads, --head-dim, --query-heads, --parameters-b" in refused.stderr
