@@ -1,6 +1,5 @@
 """Quotas and protected minima of trust groups on one node, what is evicted ahead of need, and the books of accounts."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.eviction import PolicyName
 from headrace.core.generation import EvictSelector
 from headrace.core.limits import BACKGROUND_REMOVALS_MAX, BUDGET_NAMESPACES_MAX, BUDGETS_MAX, DEMOTE_QUEUE_BYTES_MAX
-from headrace.store import budgets_file
-from headrace.store.budgets_file import BudgetsFile
 from headrace.store.removal_log import OVER_QUOTA, RemovalLog
 from headrace.store.store_node import StoreNode
 
@@ -423,55 +420,6 @@ def test_whatever_happens_books_are_exact_quotas_hold_and_minima_are_kept(steps,
             kit.clock.seconds += 60
             kit.node.expire()
         kit.node.check_integrity()
-
-
-# The file
-
-
-def test_a_table_is_read_back_as_it_was_written_and_leaves_with_its_arena(tmp_path: Path):
-    file = BudgetsFile(tmp_path / "headrace-n1.arena")
-    assert file.read() == ()
-    table = (Budget("", set_by="x"), Budget("group:é", (GROUPS["a"], GROUPS["b"]), 2**60, 5, 1_700_000_000_000, "op"))
-    file.write(table)
-    file.write(table)
-    assert file.read() == table
-    assert [path.name for path in tmp_path.iterdir()] == ["headrace-n1.arena.budgets"]
-    file.remove()
-    file.remove()
-    assert file.read() == ()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"version": 2, "budgets": []}',
-        b'{"version": 1}',
-        b'{"version": 1, "budgets": [{}]}',
-        b'{"version": 1, "budgets": 3}',
-        b'{"version": 1, "budgets": [{"account": 1, "namespaces": [], "bytes_max": null, "bytes_min": 0,'
-        b' "set_unix_ms": 0, "set_by": ""}]}',
-        b'{"version": 1, "budgets": [{"account": "a", "namespaces": [], "bytes_max": 1, "bytes_min": 2,'
-        b' "set_unix_ms": 0, "set_by": ""}]}',
-        b'{"version": 1, "budgets": [{"account": "a", "namespaces": [], "bytes_max": true, "bytes_min": 0,'
-        b' "set_unix_ms": 0, "set_by": ""}]}',
-        b"\xff\xfe",
-    ],
-)
-def test_a_broken_file_is_logged_and_ignored(tmp_path: Path, caplog, text: bytes):
-    file = BudgetsFile(tmp_path / "headrace-n1.arena")
-    (tmp_path / "headrace-n1.arena.budgets").write_bytes(text)
-    with caplog.at_level(logging.WARNING, logger=budgets_file.__name__):
-        assert file.read() == ()
-    assert "not in force" in caplog.text
-
-
-def test_a_file_that_cannot_be_written_is_logged(tmp_path: Path, caplog):
-    with caplog.at_level(logging.WARNING, logger=budgets_file.__name__):
-        BudgetsFile(tmp_path / "nowhere" / "headrace-n1.arena").write((Budget("a"),))
-    assert "would not outlive" in caplog.text
 
 
 def test_headers_of_the_kit_take_one_unit():

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from crash_points import Death, ProcessDied
 
+from headrace.blocks import host_arena
 from headrace.blocks.host_arena import (
     ARENA_VERSION,
     HostArena,
@@ -177,6 +179,20 @@ def test_terms_change_in_place_and_are_found_by_the_next_owner(tmp_path: Path) -
     again.set_terms(slots[1], SlotTerms())
     assert [record.terms for record in again.records()] == [SlotTerms(), SlotTerms()]
     again.close()
+
+
+def test_a_process_that_dies_in_a_commit_leaves_a_free_slot_or_one_with_all_its_terms() -> None:
+    """Fails when a record says committed before the words of its terms are there."""
+    found = []
+    for lines in range(1, 20):
+        arena = HostArena.in_memory(MB)
+        slot = arena.allocate(1)
+        with pytest.raises(ProcessDied), Death(lines, [host_arena]):
+            arena.commit(slot, b"header", TERMS["all terms"])
+        found.append([record.terms for record in arena.reattached().records()])
+    whole = [TERMS["all terms"]]
+    assert found == sorted(found, key=[[], whole].index)
+    assert whole in found
 
 
 def test_a_slot_that_is_used_anew_has_none_of_its_former_terms() -> None:

@@ -1,0 +1,59 @@
+"""The books of the disk tier: which copy of a block counts, and what goes with one that is given up."""
+
+from pathlib import Path
+
+from disk_kit import DiskKit, make_disk_kit
+from store_kit import make_prompt
+
+CHAIN = make_prompt(1, 2)
+
+
+def demoted_twice(path: Path) -> DiskKit:
+    """A disk of six segments, one block in each, the oldest two of which have CHAIN, its end first. It waits to be
+    written again, since it was read and evicted once more from an arena of four blocks, of which readers have two."""
+    kit = make_disk_kit(path, blocks=4, segments=6, segment_blocks=1)
+    kit.store(CHAIN, range(2))
+    read = make_prompt(2, 2)
+    kit.store(read, range(2))
+    kit.node.lease(read.namespace, read.chain, first_block=0)
+    kit.store(make_prompt(3, 2), range(2))
+    kit.work()
+    assert kit.promote(CHAIN) == 2
+    kit.work()
+    kit.store(make_prompt(4, 2), range(2))
+    kept = kit.node.disk.run(CHAIN.namespace, CHAIN.chain, first_block=0)
+    assert all(block.waiting for block in kept)
+    return kit
+
+
+def test_a_copy_that_is_to_be_written_again_is_good_until_it_is_written(tmp_path: Path) -> None:
+    """Fails when the old record is given up as soon as the new one is queued: a death in between costs the block."""
+    kit = demoted_twice(tmp_path)
+    for record in kit.node.disk.take_dead():
+        kit.tier.mark_dead(record)
+    kit.restart(lose_arena=True)
+    assert kit.held(CHAIN) == 2
+    kit.node.check_integrity()
+
+
+def test_a_segment_that_is_reclaimed_takes_along_what_stands_on_its_blocks_elsewhere(tmp_path: Path) -> None:
+    """Fails when a block stays without its prefix, because that was in an older segment than the block itself."""
+    kit = demoted_twice(tmp_path)
+    disk = kit.node.disk
+    end = disk.next_write()
+    kit.tier.write(end.record, end.header_bytes, end.payload)
+    disk.written(end, well=True)
+    first = disk.next_write()
+    assert (end.block.header.position, first.block.header.position) == (1, 0)
+    disk.written(first, well=False)  # so that its only copy is the old one
+    kit.work()
+    assert kit.held(CHAIN) == 2
+    for token in range(5, 8):
+        kit.store(make_prompt(token, 2), range(2))
+        kit.work()
+        kit.node.check_integrity()
+        if disk.get(first.block.key) is None:
+            break
+    assert disk.get(first.block.key) is None
+    assert disk.get(end.block.key) is None
+    assert kit.held(CHAIN) == 0
