@@ -105,7 +105,7 @@ class StepTimes:
         with self._lock:
             return self._prefill.cost()
 
-    def read(self, submitted: Iterable[Run]) -> WorkAhead:
+    def read(self, submitted: Iterable[Run] = ()) -> WorkAhead:
         """As known now. submitted: runs that the step thread has not looked at yet."""
         with self._lock:
             prefill, decode = self._prefill.cost(), self._decode.cost()

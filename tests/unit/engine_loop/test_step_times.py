@@ -23,7 +23,7 @@ def test_a_mixed_step_teaches_what_a_prompt_costs_without_the_sequences_beside_i
     for chunk in (64, 128, 256, 512) * 10:
         seconds = float(PREFILL.seconds(0, chunk)) + DECODE.sequence_s * 2 + DECODE.kv_token_s * 2_000
         times.add(rows((999, 1_000), (999, 1_000), (0, chunk)), seconds)
-    ahead = times.read([])
+    ahead = times.read()
     assert float(ahead.prefill.seconds(0, 512)) == pytest.approx(float(PREFILL.seconds(0, 512)), rel=0.05)
     assert ahead.decode.step_seconds(2, 2_000) == pytest.approx(DECODE.step_seconds(2, 2_000), rel=0.05)
 
@@ -33,4 +33,4 @@ def test_decode_steps_alone_teach_nothing_about_prompts():
     times = StepTimes(chunk_tokens=512)
     for _ in range(50):
         times.add(rows((99, 100)), 0.5)
-    assert times.read([]).prefill == PRIOR_PREFILL
+    assert times.read().prefill == PRIOR_PREFILL
