@@ -95,6 +95,11 @@ class GatewaySettings:
     local_prefill_tokens: int = setting(
         256, "A decode worker never computes more missing prompt tokens itself while a prefill worker can. GPU: 2048."
     )
+    shed_ttft_ms: int = setting(
+        0, "Refuse a request at once (503) when its first token would come later than this. 0: never."
+    )
+    ttft_slo_ms: int = setting(0, "A good request has its first token within this (docs/load.md). 0: no target.")
+    itl_slo_ms: int = setting(0, "A good request has at most this mean gap between its tokens. 0: no target.")
     hash_algorithm: str = setting("xxh3-128", "xxh3-128, or sha256 where callers do not trust each other.")
     trust_group: str = setting("default", "Callers of this deployment share blocks within this group.")
     tenants_file: str = setting("", "YAML file of API keys, tenants and trust groups. Empty: everybody is one tenant.")
@@ -263,6 +268,9 @@ def _check(config: Config) -> None:
     ):
         if not 0 <= port <= 65_535:
             raise ConfigInvalid(key, "must lie in 0..65535")
+    for key in ("shed_ttft_ms", "ttft_slo_ms", "itl_slo_ms"):
+        if getattr(config.gateway, key) < 0:
+            raise ConfigInvalid(key, "must not be negative; 0 switches it off")
     if config.gateway.hash_algorithm not in set(HashAlgorithm):
         raise ConfigInvalid("hash_algorithm", f"must be one of {', '.join(HashAlgorithm)}")
     if config.gateway.tenants_file and config.gateway.hash_algorithm != HashAlgorithm.SHA256:

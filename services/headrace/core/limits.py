@@ -183,11 +183,26 @@ ADMIN_CLIENT_TIMEOUT_MS = 30_000
 # What a client waits for the end of a node's drain: 256 GB at 1 Gbit/s take 34 minutes.
 DRAIN_CLIENT_TIMEOUT_MS = 3_600_000
 
-# Requests in flight per gateway replica, all stages together; beyond: 429 with Retry-After.
+# Requests in flight per gateway replica, all stages together, and the tokens of their prompts (36 bytes each: 72 MB);
+# beyond: 503 with Retry-After, or 429 for a tenant that has its share.
 GATEWAY_INFLIGHT_MAX = 256
+GATEWAY_PROMPT_TOKENS_MAX = 2_000_000
 
-# Sequences waiting for blocks in one worker; beyond: Overloaded, and the gateway tries another worker.
+# Sequences waiting for blocks in one worker, and the tokens of their prompts together (36 bytes each: 36 MB); beyond:
+# Overloaded, and the gateway tries another worker.
 WORKER_WAITING_MAX = 64
+WORKER_WAITING_TOKENS_MAX = 1_000_000
+
+# Accounts that are ahead in what they had and do not wait, which a worker remembers: as many as there may be API keys,
+# and about 200 bytes each.
+FAIR_ACCOUNTS_MAX = 1_024
+
+# Priorities lie in -4..4. Each counts as the next higher one after 30 s unserved (core/queue_order.py), so the lowest
+# is not passed any more after 8 x 30 = 240 s: within the 300 s that a request has by default.
+PRIORITY_MAX = 4
+
+# The longest that an overloaded server tells its callers to wait: a longer prediction is no better than this one.
+RETRY_AFTER_MS_MAX = 60_000
 
 # A worker accepts a call as soon as its event loop turns, long before the first token. 10 s covers a loop that shares
 # two busy cores with model loading; a worker that needs longer is stopped, gone or cut off, and another one is tried.
@@ -203,18 +218,6 @@ WORKER_RETRY_AFTER_MS = 2_000
 # One engine step takes a prefill chunk's time: a second on a slow core, several on an overloaded host. A step that
 # has not ended for this long hangs; a worker that is only busy ends one all the time.
 ENGINE_STALL_MS = 30_000
-WORKER_WAITING_TOKENS_MAX = 1_000_000
-
-# Accounts that are ahead in what they had and do not wait, which a worker remembers: as many as there may be API keys,
-# and about 200 bytes each.
-FAIR_ACCOUNTS_MAX = 1_024
-
-# Priorities lie in -4..4. Each counts as the next higher one after 30 s unserved (core/queue_order.py), so the lowest
-# is not passed any more after 8 x 30 = 240 s: within the 300 s that a request has by default.
-PRIORITY_MAX = 4
-
-# The longest that an overloaded server tells its callers to wait: a longer prediction is no better than this one.
-RETRY_AFTER_MS_MAX = 60_000
 
 # How long stopping waits for the step under way. Less than ENGINE_STALL_MS, since whoever stops a worker has decided.
 ENGINE_STOP_TIMEOUT_MS = 15_000
@@ -511,14 +514,6 @@ EVICTION_GHOSTS_PER_BLOCK = 4
 # which an arena reaches at 94 GB (360 KiB blocks). Beyond it a directory stands for the best part of the arena only.
 EVICTION_DIRECTORY_NAMES_MAX = 262_144
 
-# How long one batch of blocks may take to a peer while a node is drained, and how many blocks travel at once: four of
-# 1.4 MiB keep a 10 Gbit/s link busy for 5 ms, about as long as the two round trips around them.
-DRAIN_BLOCK_TIMEOUT_MS = 5_000
-DRAIN_BLOCKS_IN_FLIGHT = 4
-
-# How often a drain says how far it is; counting 200,000 blocks takes it about 20 ms.
-DRAIN_PROGRESS_MS = 500
-
 # Blocks that one step of background work removes (expired, or evicted ahead of need): 512 removals are 5 to 20 ms of
 # the event loop with the adaptive policy, and the next step follows at once when more are due.
 BACKGROUND_REMOVALS_MAX = 512
@@ -537,6 +532,14 @@ BUDGET_NAMESPACES_MAX = 128
 # Share of an arena that all protected minima together may take: the rest must be able to turn over, or everybody
 # without a minimum is refused.
 PROTECTED_SHARE_MAX = 0.8
+
+# How long one batch of blocks may take to a peer while a node is drained, and how many blocks travel at once: four of
+# 1.4 MiB keep a 10 Gbit/s link busy for 5 ms, about as long as the two round trips around them.
+DRAIN_BLOCK_TIMEOUT_MS = 5_000
+DRAIN_BLOCKS_IN_FLIGHT = 4
+
+# How often a drain says how far it is; counting 200,000 blocks takes it about 20 ms.
+DRAIN_PROGRESS_MS = 500
 
 # Characters of an affinity key; OpenAI's prompt_cache_key has at most 64.
 AFFINITY_KEY_CHARS_MAX = 256

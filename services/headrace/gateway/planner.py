@@ -17,6 +17,7 @@ from headrace.core.generation import GenerateRequest, RequestId, WorkerId
 from headrace.core.limits import CHAIN_BLOCKS_MAX, INDEX_HOLDERS_MAX, PREDICTED_CHAINS_MAX
 from headrace.core.members import NO_MATCH, PrefixMatch
 from headrace.core.predicted_blocks import PredictedBlocks
+from headrace.gateway.admit_request import refuse_late
 from headrace.gateway.recent_decisions import RecentDecisions
 from headrace.gateway.worker_table import WorkerTable
 
@@ -38,19 +39,23 @@ class RoutePlanner:
         *,
         clock: Clock,
         tie_break: Callable[[WorkerId], float] | None = None,
+        shed_ttft_ms: int = 0,
     ) -> None:
+        """shed_ttft_ms: as `admit_request.refuse_late`."""
         self.decisions = RecentDecisions()
         self._table = table
         self._rule = rule
         self._clock = clock
         self._tie_break = tie_break
+        self._shed_ttft_ms = shed_ttft_ms
         self._usual_work_s = 0.0
         self._placed = _Placements(clock)
 
     def plan(self, request: GenerateRequest, match: PrefixMatch, *, failed: frozenset[WorkerId]) -> Plan:
         """A plan without suspects if there is one, else one with them: a suspect costs a quick failure at worst.
 
-        Raises WorkerUnavailable, InvalidRequest, UnknownModel."""
+        Raises WorkerUnavailable, InvalidRequest, UnknownModel; Overloaded, only when nothing of the request was planned
+        before, if its first token would come too late wherever it goes."""
         if failed:  # a new attempt: what was planned for the one before is not done there
             self._table.end_work(request.request_id)
         served = self._table.served(request.model, request.decode_worker)
@@ -68,6 +73,8 @@ class RoutePlanner:
             )
             plan = choose_workers(request, snapshot, self._rule, tie_break=self._tie_break)
             if isinstance(plan, Plan):
+                if not failed and self.decisions.find(request.request_id) is None:
+                    refuse_late(plan.decision.chosen.ttft_s, shed_ttft_ms=self._shed_ttft_ms)
                 self._remember(request, plan)
                 return plan
             why = plan.why

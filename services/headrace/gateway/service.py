@@ -7,26 +7,27 @@ one turn their requests into ClientRequest and render what `generate` yields.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from headrace.config import GatewaySettings
 from headrace.core.block import HashedPrompt, Namespace, hash_prompt
 from headrace.core.choose_workers import RoutingRule
 from headrace.core.clock import Clock, Deadline
-from headrace.core.errors import ContextExceeded, IndexUnavailable, InvalidRequest, Overloaded, WorkerUnavailable
+from headrace.core.errors import ContextExceeded, IndexUnavailable, InvalidRequest, WorkerUnavailable
 from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, Usage, WorkerId
 from headrace.core.limits import (
     GATEWAY_INFLIGHT_MAX,
     OUTPUT_TOKENS_DEFAULT,
     REQUEST_TIMEOUT_MS_DEFAULT,
-    RETRY_AFTER_MS,
     WORKER_TABLE_REFRESH_MS,
 )
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
-from headrace.core.tenants import KeyRing, Tenant
+from headrace.core.tenants import KeyRing, Tenant, groups_of
+from headrace.gateway.admit_request import Places, admit_request, shortest_queue_s
 from headrace.gateway.authenticate import authenticate
+from headrace.gateway.goodput import LatencyTargets, RequestObserver, RequestOutcome, observed_request
 from headrace.gateway.measured_rate import PrefillRate, TimedWorkerCalls
 from headrace.gateway.planner import RoutePlanner
 from headrace.gateway.recent_prompts import RecentPrompt, RecentPrompts, SeenHolders
@@ -58,7 +59,10 @@ GatewayEvent = Accepted | ChoiceEvent
 
 
 class Unobserved:
-    """A RouteObserver that counts nothing."""
+    """A RouteObserver and RequestObserver that counts nothing."""
+
+    def ended(self, outcome: RequestOutcome, *, is_good: bool) -> None:
+        """As RequestObserver.ended."""
 
     def decided(self, reason: str) -> None:
         """As RouteObserver.decided."""
@@ -86,6 +90,7 @@ class GatewayService:
         clock: Clock,
         tokenizers: Tokenizers | None = None,
         observer: RouteObserver | None = None,
+        requests: RequestObserver | None = None,
         tie_break: Callable[[WorkerId], float] | None = None,
         inflight_max: int = GATEWAY_INFLIGHT_MAX,
         key_ring: KeyRing | None = None,
@@ -109,6 +114,7 @@ class GatewayService:
             self.table,
             RoutingRule(local_prefill_tokens=settings.local_prefill_tokens),
             clock=clock,
+            shed_ttft_ms=settings.shed_ttft_ms,
             tie_break=tie_break,
         )
         self._router = Router(
@@ -118,8 +124,13 @@ class GatewayService:
             planner=self.planner,
             observer=self._observer,
         )
-        self._inflight_max = inflight_max
-        self._inflight = 0
+        self._requests = requests or Unobserved()
+        self._targets = LatencyTargets(ttft_s=settings.ttft_slo_ms / 1000, itl_s=settings.itl_slo_ms / 1000)
+        self.places = Places(
+            requests_max=inflight_max,
+            is_shared=lambda: self.key_ring is not None and len(groups_of(self.key_ring.tenants)) > 1,
+            queue_s=lambda: shortest_queue_s(self.table),
+        )
         self._index_available = True
         self._refresh_now = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
@@ -158,7 +169,7 @@ class GatewayService:
     @property
     def inflight(self) -> int:
         """Requests under way, all stages together; 0 at rest."""
-        return self._inflight
+        return self.places.num_requests
 
     @property
     def index_available(self) -> bool:
@@ -210,14 +221,19 @@ class GatewayService:
         """
         accepted_s = self.clock.now_s()
         deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
-        with self._admitted():
+        with (
+            observed_request(self._requests, self._targets, choices=request.choices, clock=self.clock) as times,
+            admit_request(tenant, self.places) as place,
+        ):
             requests = await self._prepare(request, tenant, deadline)
+            place.hold_prompt(len(requests[0].prompt.token_ids))
             request_id = requests[0].request_id
             yield Accepted(request_id=request_id, model=requests[0].model)
             waiting = True
             try:
                 async with aclosing(route_request(requests, router=self._router, deadline=deadline)) as events:
                     async for event in events:
+                        times.see(event.choice, is_token=isinstance(event, ChoiceToken))
                         if waiting and isinstance(event, ChoiceToken):
                             waiting = False
                             self._observer.first_token(self.clock.now_s() - accepted_s)
@@ -232,17 +248,6 @@ class GatewayService:
                 raise
             finally:
                 self.planner.ended(request_id)
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Hold one of the gateway's places for as long as the scope lasts, or raise Overloaded at once."""
-        if self._inflight >= self._inflight_max:
-            raise Overloaded(f"{self._inflight} requests are under way", retry_after_ms=RETRY_AFTER_MS)
-        self._inflight += 1
-        try:
-            yield
-        finally:
-            self._inflight -= 1
 
     async def _prepare(self, request: ClientRequest, tenant: Tenant, deadline: Deadline) -> list[GenerateRequest]:
         """Tokenise, hash and settle sampling: one GenerateRequest for each choice, all with the same prompt."""

@@ -2,11 +2,11 @@
 
 from headrace.core.decision import PlanReason
 from headrace.core.generation import Usage
-from headrace.telemetry.metrics import RECOVERY_KINDS, Metrics
+from headrace.telemetry.metrics import RECOVERY_KINDS, REQUEST_OUTCOMES, Metrics
 
 
 class RouteMetrics:
-    """Counts decisions, recoveries and the time to each request's first token."""
+    """Counts decisions, recoveries, the time to each request's first token, and the tokens of what ended well."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -19,6 +19,13 @@ class RouteMetrics:
         """A fault became a slower answer."""
         assert kind in RECOVERY_KINDS
         self._metrics.recoveries.labels(kind).inc()
+
+    def ended(self, outcome: str, *, is_good: bool) -> None:
+        """One client request is over, for one of `gateway/goodput.py`'s outcomes."""
+        assert outcome in REQUEST_OUTCOMES
+        self._metrics.client_requests.labels(outcome).inc()
+        if is_good:
+            self._metrics.good_requests.inc()
 
     def first_token(self, seconds: float) -> None:
         """A request's first token was passed on this long after it was accepted."""

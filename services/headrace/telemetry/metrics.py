@@ -66,6 +66,7 @@ FAULT_KINDS: dict[type[CacheFault], str] = {
     IndexUnavailable: "index_unavailable",
 }
 RECOVERY_KINDS = ("index_unavailable", "prefill_failed", "new_attempt")
+REQUEST_OUTCOMES = ("finished", "failed", "cancelled", "refused", "invalid")
 INDEX_CALLS = ("longest_prefix", "register", "deregister", "sweep")
 
 
@@ -147,6 +148,17 @@ class Metrics:
         self.requests = Counter(
             "headrace_requests", "Generation streams that ended, by outcome.", ["outcome"], registry=self.registry
         )
+        self.client_requests = Counter(
+            "headrace_client_requests",
+            "Requests of clients that are over, by outcome.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.good_requests = Counter(
+            "headrace_good_requests",
+            "Of those, the finished ones within ttft_slo_ms and itl_slo_ms.",
+            registry=self.registry,
+        )
         self.router_decisions = Counter(
             "headrace_router_decisions",
             "Worker choices, by the reason that decided them.",
@@ -165,6 +177,8 @@ class Metrics:
             self.recoveries.labels(kind)
         for outcome in Outcome:
             self.requests.labels(outcome)
+        for ended in REQUEST_OUTCOMES:
+            self.client_requests.labels(ended)
 
     def _declare_index(self) -> None:
         self.index_call_seconds = Histogram(
