@@ -7,9 +7,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from httpx import ASGITransport, AsyncClient
 from settled_mirror import AT_ONCE, SettledMirror
 from store_kit import make_kit, make_prompt
 
+from headrace.compose import build_gateway
+from headrace.config import load_config
 from headrace.core.block import BlockHash, Chain, HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.clock import SystemClock
 from headrace.core.errors import IndexUnavailable
@@ -252,6 +255,53 @@ async def test_what_a_node_left_behind_is_out_of_memory_in_bounded_time(setting:
     await step_until(mirror, lambda: mirror.stat().rereads[Reread.HOLDER_RETURNED] == 1)
     await step_until(mirror, lambda: mirror.answers)
     assert await setting.found(mirror) == len(CHAIN)
+
+
+async def test_who_renews_its_record_is_named_however_quiet_it_is(setting: Setting):
+    """Fails when liveness is judged by events, of which a node that stores nothing new makes none."""
+    await setting.announce()
+    await setting.register(CHAIN)
+    mirror = setting.mirror()
+    await step_until(mirror, lambda: mirror.answers)
+    for _ in range(4):
+        setting.clock.more_s += TTL_MS / 2_000
+        await setting.announce()
+        await step_until(mirror, lambda: mirror.answers)
+        assert await setting.found(mirror) == len(CHAIN)
+    assert sum(mirror.stat().rereads.values()) == 0
+
+
+async def test_who_died_is_not_named_from_the_moment_its_record_ends(setting: Setting):
+    """Without another look at the members. Fails when requests are sent after a holder that is known to be dead."""
+    await setting.announce(ttl_ms=MEMBER_TTL_MS)
+    await setting.register(CHAIN)
+    mirror = setting.mirror(Pace(wait_ms=0, audit_ms=TTL_MS, liveness_ms=TTL_MS))
+    await step_until(mirror, lambda: mirror.answers)
+    setting.clock.more_s = MEMBER_TTL_MS / 1_000
+    await step_until(mirror, lambda: mirror.answers)
+    assert await setting.found(mirror) == 0
+
+
+async def test_a_gateway_mirrors_the_index_and_says_so(own_server: EmbeddedValkey):
+    """Fails when a gateway asks Redis for each request and nobody sees it."""
+    gateway = build_gateway(load_config({"redis_url": own_server.url}, environ={}), calls=NoCalls())
+    await gateway.start()
+    try:
+        async with AsyncClient(transport=ASGITransport(gateway.http_app), base_url="http://gateway") as http:
+            async with asyncio.timeout(20):
+                while True:
+                    metrics = (await http.get("/metrics")).text
+                    if "headrace_index_mirror_answers 1.0" in metrics.splitlines():
+                        break
+                    await asyncio.sleep(0.05)
+        assert "headrace_index_mirror_blocks 0.0" in metrics.splitlines()
+        assert 'headrace_index_mirror_rereads_total{reason="events_lost"} 0.0' in metrics.splitlines()
+    finally:
+        await gateway.stop()
+
+
+class NoCalls:
+    """Workers that nobody calls: there are none."""
 
 
 async def test_more_events_than_one_reply_takes_are_all_heard_before_it_answers_again(setting: Setting):
