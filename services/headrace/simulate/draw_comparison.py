@@ -50,7 +50,7 @@ def _draw_bars(panels: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> None
             limit = SHOWN_TIMES_MAX * min(values)
             bars = panel.barh(names, [min(value, limit) for value in values], color=colours)
             panel.set_xlim(0, limit * 1.25 if max(values) > limit else max(values) * 1.25)
-            labels = [f"{value:,.2f} s" + (" →" if value > limit else "") for value in values]
+            labels = [f"{value:,.{0 if value >= 100 else 2}f} s" + (" →" if value > limit else "") for value in values]
         else:
             bars = panel.barh(names, values, color=colours)
             panel.set_xlim(0, 118)

@@ -164,35 +164,58 @@ def _search(
     trace: Trace, cluster: ClusterModel, targets: Targets, *, report: Callable[[str], None]
 ) -> list[ClusterRow]:
     """For each store size, the fewest prefill and decode workers that meet the targets, by trying from below."""
-    kept = replace(trace, requests=trace.requests[:SIMULATED_REQUESTS_MAX])
-    span_s = kept.requests[-1].arrival_s - kept.requests[0].arrival_s
-    cold = _cold_seconds(kept, cluster.prefill) / span_s
-    rows: list[ClusterRow] = []
+    search = _Search(trace, cluster, targets, report)
     for share in STORE_SHARES:
         host_tokens = int(cluster.host_tokens * share)
-        if share and not host_tokens:
-            continue
-        decoders = max(1, math.ceil(_decode_workers(kept, cluster, targets.itl_s)))
-        found = found_share(kept, math.ceil(cold) * (cluster.device_tokens + host_tokens))
+        if host_tokens or not share:
+            search.grow(host_tokens)
+    return search.rows
+
+
+class _Search:
+    """What was tried so far."""
+
+    def __init__(self, trace: Trace, cluster: ClusterModel, targets: Targets, report: Callable[[str], None]) -> None:
+        self._trace = replace(trace, requests=trace.requests[:SIMULATED_REQUESTS_MAX])
+        self._cluster, self._targets, self._report = cluster, targets, report
+        self.rows: list[ClusterRow] = []
+        self._tried: set[tuple[int, int, int]] = set()
+
+    def grow(self, host_tokens: int) -> None:
+        """Add what is short until the targets are met, no more can help, or it costs more than what was found."""
+        requests = self._trace.requests
+        cold = _cold_seconds(self._trace, self._cluster.prefill) / (requests[-1].arrival_s - requests[0].arrival_s)
+        found = found_share(self._trace, math.ceil(cold) * (self._cluster.device_tokens + host_tokens))
         prefillers = max(1, math.ceil(cold * (1 - found) / FIRST_LOAD))
+        decoders = max(1, math.ceil(_decode_workers(self._trace, self._cluster, self._targets.itl_s)))
         before_s_p90 = math.inf
-        while len(rows) < SIMULATIONS_MAX:
-            tried = replace(cluster, prefill_workers=prefillers, decode_workers=decoders, host_tokens=host_tokens)
-            report(f"simulating {prefillers} prefill and {decoders} decode workers, {share:.0%} of the host memory")
-            row = _cluster_row(_simulate(kept, tried), tried, targets)
-            rows.append(row)
-            best = min((other.cost for other in rows if other.meets), default=math.inf)
-            if row.meets or row.cost + targets.worker_cost > best:
-                break
-            if before_s_p90 * HELPS_SHARE < row.ttft_s_p90 and row.itl_ms_p90 <= targets.itl_s * 1e3:
-                break  # more workers do not make a single prompt faster
+        while (row := self._try(prefillers, decoders, host_tokens)) is not None and not row.meets:
+            in_step = row.itl_ms_p90 <= self._targets.itl_s * 1e3
+            if in_step and row.ttft_s_p90 > before_s_p90 * HELPS_SHARE:
+                return  # more workers do not make a single prompt faster
             before_s_p90 = row.ttft_s_p90
-            late, slow = row.ttft_s_p90 / targets.ttft_s, row.itl_ms_p90 / (targets.itl_s * 1e3)
-            if slow > 1:
-                decoders += _step(decoders, slow)
-            if late > 1:
-                prefillers += _step(prefillers, late)
-    return rows
+            if not in_step:
+                decoders += _step(decoders, row.itl_ms_p90 / (self._targets.itl_s * 1e3))
+            if row.ttft_s_p90 > self._targets.ttft_s:
+                prefillers += _step(prefillers, row.ttft_s_p90 / self._targets.ttft_s)
+        # Both may have grown where one was enough.
+        while row is not None and row.meets:
+            fewer = [(row.prefill_workers, row.decode_workers - 1), (row.prefill_workers - 1, row.decode_workers)]
+            smaller = (self._try(*workers, host_tokens) for workers in fewer if min(workers) > 0)
+            row = next((each for each in smaller if each is not None and each.meets), None)
+
+    def _try(self, prefillers: int, decoders: int, host_tokens: int) -> ClusterRow | None:
+        """Simulate it; None if it was tried, costs more than what was found, or there were too many already."""
+        tried = replace(self._cluster, prefill_workers=prefillers, decode_workers=decoders, host_tokens=host_tokens)
+        best = min((row.cost for row in self.rows if row.meets), default=math.inf)
+        key = (prefillers, decoders, host_tokens)
+        if key in self._tried or len(self.rows) >= SIMULATIONS_MAX or _cost(tried, self._targets) >= best:
+            return None
+        self._tried.add(key)
+        host_gib = host_tokens * tried.kv_token_bytes / 2**30
+        self._report(f"simulating {prefillers} prefill and {decoders} decode workers, {host_gib:,.0f} GiB each")
+        self.rows.append(_cluster_row(_simulate(self._trace, tried), tried, self._targets))
+        return self.rows[-1]
 
 
 def _step(workers: int, excess: float) -> int:
@@ -206,18 +229,24 @@ def _simulate(trace: Trace, cluster: ClusterModel) -> RoutingResult:
 
 
 def _cluster_row(result: RoutingResult, cluster: ClusterModel, targets: Targets) -> ClusterRow:
-    workers = cluster.prefill_workers + cluster.decode_workers
-    host_gib = workers * cluster.host_tokens * cluster.kv_token_bytes / 2**30
     return ClusterRow(
         prefill_workers=cluster.prefill_workers,
         decode_workers=cluster.decode_workers,
-        host_gib=host_gib,
+        host_gib=_host_gib(cluster),
         hit_rate=result.device_hit_rate + result.host_hit_rate,
         ttft_s_p90=result.ttft_s_p90,
         itl_ms_p90=result.itl_ms_p90,
         meets=result.ttft_s_p90 <= targets.ttft_s and result.itl_ms_p90 <= targets.itl_s * 1e3,
-        cost=workers * targets.worker_cost + host_gib * targets.host_gib_cost,
+        cost=_cost(cluster, targets),
     )
+
+
+def _cost(cluster: ClusterModel, targets: Targets) -> float:
+    return cluster.num_workers * targets.worker_cost + _host_gib(cluster) * targets.host_gib_cost
+
+
+def _host_gib(cluster: ClusterModel) -> float:
+    return cluster.num_workers * cluster.host_tokens * cluster.kv_token_bytes / 2**30
 
 
 def _cold_seconds(trace: Trace, prefill: PrefillCost) -> float:

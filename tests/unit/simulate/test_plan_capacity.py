@@ -27,16 +27,16 @@ H100 = Machine(
     device_bytes=80e9, host_bytes=100 * 2**30, device_bytes_per_s=3.2e12, flops_per_s=200e12, network_bytes_per_s=25e9
 )
 RATES = (
-    PrefillCost(base_s=0.0, tokens_per_s=1_000.0, attention_s=0.0),
+    PrefillCost(base_s=0.0, tokens_per_s=4_000.0, attention_s=0.0),
     DecodeCost(base_s=0.010, sequence_s=0.001, kv_token_s=0.0),
 )
 
 
-def make_trace(count: int, *, every_s: float, tokens: int = 1_000, output: int = 10) -> Trace:
-    """Requests that share nothing, evenly spaced."""
-    chains = (tuple(range(n * 10, n * 10 + tokens // 100)) for n in range(count))
+def make_trace(count: int, *, every_s: float, tokens: int = 4_000, output: int = 10) -> Trace:
+    """Requests that share nothing, evenly spaced, too long for a decode worker to compute."""
+    chains = (tuple(range(n * 100, n * 100 + tokens // 100)) for n in range(count))
     requests = tuple(TracedRequest(tokens, chain, n * every_s, output) for n, chain in enumerate(chains))
-    return Trace(requests, block_tokens=100, num_blocks=count * 10)
+    return Trace(requests, block_tokens=100, num_blocks=count * 100)
 
 
 def plan(trace: Trace, **targets):
