@@ -337,8 +337,8 @@ INDEX_EVENT_BLOCKS_MAX = 64
 # INDEX_MIRROR_RETRY_MS.
 INDEX_MIRROR_BLOCKS_MAX = 1_000_000
 
-# Reading all entries: keys in one SCAN, entries in one reply. About 3 ms of the event loop each, then others have their
-# turn; 100,000 blocks are 400 pages, two or three seconds beside the requests.
+# Reading all entries: keys in one SCAN, entries in one reply. About 2 ms of the event loop each, then others have their
+# turn; 100,000 blocks of three holders are 400 pages and one second of a processor, beside the requests.
 INDEX_MIRROR_PAGE_KEYS = 256
 INDEX_MIRROR_PAGE_ENTRIES = 1_024
 

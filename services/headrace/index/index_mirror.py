@@ -271,8 +271,8 @@ class IndexMirror:
         if self._cursor is None:
             return
         cursor, entries = await self._changes.read_page(self._cursor)
-        for entry in entries:
-            self._blocks.found(entry.namespace, entry.block_hash, entry.owner)
+        for block in entries:
+            self._blocks.found(block.namespace, block.block_hash, block.owners)
         self._check_size()
         self._cursor = cursor or None
 

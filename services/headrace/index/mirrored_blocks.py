@@ -10,7 +10,7 @@ it any more.
 Pure and synchronous: knows neither Redis nor the clock.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,11 +100,12 @@ class MirroredBlocks:
             }
         )
 
-    def found(self, namespace: NamespaceId, block_hash: BlockHash, owner: Owner) -> None:
-        """An entry was read."""
-        if owner.incarnation > self._dropped.get(owner.holder, 0):
-            with self._changing(namespace) as held:
-                held.add(self._number_of(owner), (block_hash,))
+    def found(self, namespace: NamespaceId, block_hash: BlockHash, owners: Iterable[Owner]) -> None:
+        """The entries of a block were read."""
+        with self._changing(namespace) as held:
+            for owner in owners:
+                if owner.incarnation > self._dropped.get(owner.holder, 0):
+                    held.add(self._number_of(owner), (block_hash,))
 
     def apply(self, shard: int, event: Event) -> bool:
         """Take a change over. False: an earlier one is missing, or it does not say which blocks of a live holder went;

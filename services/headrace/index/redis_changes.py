@@ -5,13 +5,18 @@ on where it was. Owns a connection of its own, so that a reading that waits for 
 parse is skipped and counted.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
 
 from redis.exceptions import ResponseError
 
 from headrace.core.block import BlockHash, HolderId, NamespaceId
 from headrace.core.clock import Clock
+from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import (
     INDEX_HOLDERS_MAX,
     INDEX_MIRROR_EVENTS,
@@ -19,6 +24,7 @@ from headrace.core.limits import (
     INDEX_MIRROR_PAGE_KEYS,
     INDEX_SHARDS,
     MEMBER_TTL_MS,
+    MEMBERS_MAX,
 )
 from headrace.index.junk_count import JunkCount
 from headrace.index.mirrored_blocks import Alive, Owner
@@ -40,6 +46,10 @@ from headrace.index.redis_keys import (
 
 _READ_MARKS = Script("read_marks")
 _READ_LIVENESS = Script("read_liveness")
+_READ_ENTRIES = Script("read_entries")
+
+# Namespaces whose blocks are asked for in one round trip: a page may have one of each block.
+_NAMESPACES_TOGETHER = 16
 _SHARDS = range(INDEX_SHARDS)
 
 EventId = tuple[int, int]
@@ -62,12 +72,12 @@ class Marks:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One holder's entry of one block."""
+class BlockEntries:
+    """All entries of one block."""
 
     namespace: NamespaceId
     block_hash: BlockHash
-    owner: Owner
+    owners: list[Owner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +137,7 @@ class RedisChanges:
         self._junk.add(sum(each.event is None for each in happened), "index events")
         return happened
 
-    async def read_page(self, cursor: int) -> tuple[int, list[Entry]]:
+    async def read_page(self, cursor: int) -> tuple[int, list[BlockEntries]]:
         """Some of all entries, and the cursor that leads to the next ones; 0 begins and ends."""
         async with self._redis.call() as redis:
             [scanned] = await redis.round_trip(
@@ -135,16 +145,30 @@ class RedisChanges:
             )
             if isinstance(scanned, ResponseError):
                 raise scanned
-            blocks = [key for key in map(parse_key, scanned[1]) if isinstance(key, BlockKey)]
-            sizes = await redis.round_trip(*(("HLEN", _key_of(key)) for key in blocks)) if blocks else []
-        entries: list[Entry] = []
-        for batch in _batches(blocks, sizes):
+        unread: dict[tuple[NamespaceId, int], list[BlockHash]] = defaultdict(list)
+        for key in map(parse_key, scanned[1]):
+            if isinstance(key, BlockKey):
+                unread[key.namespace, len(key.block_hash)].append(key.block_hash)
+        entries: list[BlockEntries] = []
+        while unread:
+            some = dict(islice(unread.items(), _NAMESPACES_TOGETHER))
             async with self._redis.call() as redis:
-                replies = await redis.round_trip(
-                    *(("HRANDFIELD", _key_of(key), INDEX_HOLDERS_MAX, "WITHVALUES") for key in batch)
+                replies = await redis.run_script_for_each(
+                    _READ_ENTRIES,
+                    [
+                        (
+                            block_key_prefix(namespace),
+                            [b"".join(blocks), width, INDEX_MIRROR_PAGE_ENTRIES // len(some), INDEX_HOLDERS_MAX],
+                        )
+                        for (namespace, width), blocks in some.items()
+                    ],
                 )
-            for key, reply in zip(batch, replies, strict=True):
-                entries += self._parse_entries(key, reply)
+            for name, reply in zip(some, replies, strict=True):
+                read = self._parse_entries(name[0], unread[name], _accepted(reply))
+                entries += read
+                unread[name] = unread[name][len(read) :]
+                if not unread[name]:
+                    del unread[name]
         return int(scanned[0]), entries
 
     async def read_liveness(self, holders: Iterable[HolderId]) -> dict[HolderId, Alive]:
@@ -166,21 +190,40 @@ class RedisChanges:
         """Close the connection."""
         await self._redis.close()
 
-    def _parse_entries(self, key: BlockKey, reply: object) -> list[Entry]:
-        if not isinstance(reply, list):  # another type: junk
-            self._junk.add(1, "index entries")
-            return []
-        entries = []
-        for name, value in zip(reply[::2], reply[1::2], strict=True):
-            incarnation = parse_incarnation(value)
-            try:
-                holder = HolderId(name.decode())
-            except UnicodeDecodeError:
-                continue
-            if incarnation is not None:
-                entries.append(Entry(key.namespace, key.block_hash, Owner(holder, incarnation)))
-        self._junk.add(len(reply) // 2 - len(entries), "index entries")
-        return entries
+    def _parse_entries(
+        self, namespace: NamespaceId, blocks: Sequence[BlockHash], reply: Sequence[Any]
+    ) -> list[BlockEntries]:
+        """What `read_entries` says of the first blocks; at least of one."""
+        read: list[BlockEntries] = []
+        at = junk = 0
+        while at < len(reply):
+            parts = max(0, reply[at])
+            pairs = reply[at + 1 : at + 1 + parts]
+            owners = [_parse_owner(name, value) for name, value in zip(pairs[::2], pairs[1::2], strict=True)]
+            known = [owner for owner in owners if owner is not None]
+            junk += len(owners) - len(known) + (reply[at] < 0)
+            read.append(BlockEntries(namespace, blocks[len(read)], known))
+            at += 1 + parts
+        assert read, "read_entries answers for one block at least"
+        self._junk.add(junk, "index entries")
+        return read
+
+
+@lru_cache(maxsize=MEMBERS_MAX)
+def _parse_owner(name: bytes, value: bytes) -> Owner | None:
+    """Whose entry it is. Most entries are of few owners."""
+    incarnation = parse_incarnation(value)
+    try:
+        return None if incarnation is None else Owner(HolderId(name.decode()), incarnation)
+    except UnicodeDecodeError:
+        return None
+
+
+def _accepted(reply: Any) -> list[Any]:
+    if isinstance(reply, ResponseError):
+        raise IndexUnavailable(f"Redis refuses: {reply}")
+    assert isinstance(reply, list)
+    return reply
 
 
 async def _read_one_by_one(
@@ -194,26 +237,6 @@ async def _read_one_by_one(
         )
     )
     return [stream for reply in replies if isinstance(reply, list) for stream in reply]
-
-
-def _batches(blocks: Sequence[BlockKey], sizes: Sequence[object]) -> Iterable[list[BlockKey]]:
-    """Blocks in order, as many together as have INDEX_MIRROR_PAGE_ENTRIES entries: one block that a thousand holders
-    have is as much to read as a thousand blocks."""
-    batch: list[BlockKey] = []
-    entries = 0
-    for key, size in zip(blocks, sizes, strict=True):
-        size = size if isinstance(size, int) else 0  # junk, which the reading will count
-        if batch and entries + size > INDEX_MIRROR_PAGE_ENTRIES:
-            yield batch
-            batch, entries = [], 0
-        batch.append(key)
-        entries += size
-    if batch:
-        yield batch
-
-
-def _key_of(key: BlockKey) -> bytes:
-    return block_key_prefix(key.namespace) + key.block_hash
 
 
 def _parse_id(text: bytes) -> EventId:

@@ -83,6 +83,17 @@ class RedisCall:
             raise reply
         return reply
 
+    async def run_script_for_each(
+        self, script: Script, operands: Sequence[tuple[bytes, Sequence[Argument]]]
+    ) -> list[Any]:
+        """Run a script once for each (key, arguments), all in one round trip; in two when the server does not know it.
+        An error reply is a value in the list."""
+        for command in (("EVALSHA", script.sha1), ("EVAL", script.text)):
+            replies = await self.round_trip(*((*command, 1, key, *arguments) for key, arguments in operands))
+            if not any(isinstance(reply, NoScriptError) for reply in replies):
+                break
+        return replies
+
 
 class RedisConnections:
     """Owner of this process's connections to one Redis for one purpose."""

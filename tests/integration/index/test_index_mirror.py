@@ -78,10 +78,12 @@ class Setting:
     async def announce(self, *, ttl_ms: int = TTL_MS) -> None:
         await until_answered(lambda: self.members.announce(NODE, ttl_ms=ttl_ms))
 
-    async def register(self, blocks: Chain, *, holder: HolderId = NODE.holder_id) -> None:
+    async def register(
+        self, blocks: Chain, *, holder: HolderId = NODE.holder_id, namespace: NamespaceId = NAMESPACE
+    ) -> None:
         await until_answered(
             lambda: self.index.register(
-                holder=holder, incarnation=1, tier=Tier.HOST, namespace=NAMESPACE, blocks=blocks
+                holder=holder, incarnation=1, tier=Tier.HOST, namespace=namespace, blocks=blocks
             )
         )
 
@@ -329,6 +331,27 @@ async def test_blocks_that_very_many_hold_are_read_in_replies_that_come_in_time(
     mirror = setting.mirror()
     await step_until(mirror, lambda: mirror.answers)
     assert (mirror.stat().blocks, mirror.stat().holders) == (100, 400)
+
+
+async def test_namespaces_of_many_tenants_and_salts_are_all_read_and_all_followed(setting: Setting):
+    """Fails when a mirror must be told which namespaces there are, or a page forgets those that it has no room for."""
+    await setting.announce()
+    namespaces = [NamespaceId(f"{number:032x}") for number in range(60)]
+    longer = hash_prompt(NAMESPACE, range(8), block_tokens=1, algorithm=HashAlgorithm.SHA256).chain
+    mirror = setting.mirror()
+    for namespace in namespaces[:50]:
+        await setting.register(CHAIN, namespace=namespace)
+    await setting.register(longer, namespace=namespaces[0])  # no namespace has two kinds; who knows
+    await step_until(mirror, lambda: mirror.answers)
+    for namespace in namespaces[50:]:
+        await setting.register(CHAIN, namespace=namespace)
+    setting.clock.more_s += INDEX_MIRROR_FRESH_MS / 1_000 + 1
+    await step_until(mirror, lambda: mirror.answers)
+    asked = setting.index.asked
+    for namespace in namespaces:
+        assert (await mirror.longest_prefix(namespace, CHAIN)).of(NODE.holder_id) == len(CHAIN)
+    assert (await mirror.longest_prefix(namespaces[0], longer)).of(NODE.holder_id) == len(longer)
+    assert (setting.index.asked, mirror.stat().blocks) == (asked, 61 * len(CHAIN))
 
 
 @pytest.mark.parametrize("key", [redis_keys.events_key(0), redis_keys.numbers_key(0), b"hr1:{0}:b:junk"])

@@ -152,14 +152,14 @@ def test_dropping_takes_bounded_steps_also_over_many_small_namespaces(told: Told
     blocks = [BlockHash(b"%016d" % number) for number in range(2 * INDEX_MIRROR_DROP_BLOCKS + 1)]
     told.tell(A, tuple(blocks))
     for number in range(50):
-        told.blocks.found(NamespaceId(f"{number:032x}"), CHAIN[0], Owner(A, 1))
+        told.blocks.found(NamespaceId(f"{number:032x}"), CHAIN[0], [Owner(A, 1)])
     told.observe(a=2)
     assert told.drop_all() == 3
     assert told.blocks.num_blocks == 0
 
 
 def test_namespaces_are_apart_and_go_with_their_last_block(told: Told):
-    told.blocks.found(SALTED, CHAIN[0], Owner(A, 1))
+    told.blocks.found(SALTED, CHAIN[0], [Owner(A, 1)])
     told.observe(a=1)
     assert told.match() == {}
     assert told.blocks.longest_prefix(SALTED, CHAIN, now_s=0.0).num_blocks_by_holder == {A: 1}
