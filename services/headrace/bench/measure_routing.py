@@ -1,15 +1,17 @@
 """`headrace bench route`: what it costs a gateway to hash a prompt, to look it up and to choose its workers.
 
-Over the gateway's own code: `hash_prompt`; `PrefixMap`, which answers a lookup from memory; `choose_workers` over the
-columns that the worker table keeps between two listings. `plan` is that choice with all that a gateway keeps of it
-(`RoutePlanner.plan`: predicted blocks, planned work, the decision for `headrace explain`).
+Over the gateway's own code: `hash_prompt`; `MirroredBlocks`, by which the mirror of the index answers a lookup;
+`choose_workers` over the columns that the worker table keeps between two listings. `plan` is that choice with all that
+a gateway keeps of it (`RoutePlanner.plan`: predicted blocks, planned work, the decision for `headrace explain`).
 
 Times are processor time of the one thread that does it, which is how long it holds a gateway's event loop: what else
 runs on the machine takes nothing from them but the caches. Owns the population; judges nothing.
 """
 
+import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -19,7 +21,6 @@ import numpy as np
 
 from headrace.bench.serving_report import Table
 from headrace.core.block import (
-    BlockHash,
     Chain,
     HashAlgorithm,
     HashedPrompt,
@@ -33,10 +34,11 @@ from headrace.core.choose_workers import Plan, RoutingRule, choose_workers
 from headrace.core.clock import SystemClock
 from headrace.core.generation import GenerateRequest, RequestId, SamplingParams, WorkerId
 from headrace.core.members import PrefixMatch, WorkerRecord, WorkerRole
-from headrace.core.prefix_map import PrefixMap
 from headrace.core.worker_columns import WorkerColumns
 from headrace.gateway.planner import RoutePlanner
 from headrace.gateway.worker_table import WorkerTable
+from headrace.index.mirrored_blocks import Alive, MirroredBlocks
+from headrace.index.redis_keys import Event, Op
 
 BLOCKS = 8_192
 BLOCK_TOKENS = 16
@@ -157,8 +159,8 @@ class _Population:
         draw = random.Random(f"{seed}/{num_workers}")
         self._records = tuple(_make_record(number, draw) for number in range(num_workers))
         self._columns = WorkerColumns(self._records)
-        self._numbers: dict[HolderId, int] = {}
-        self._map = PrefixMap[BlockHash]()
+        self._events: Counter[HolderId] = Counter()  # that the mirror was told of each
+        self._mirror = MirroredBlocks({})
         head = [draw.randrange(128_000) for _ in range(int(blocks * HEAD_SHARE_OF_PROMPT) * BLOCK_TOKENS)]
         rest = blocks * BLOCK_TOKENS - len(head)
         prompts = [_hash([*head, *(draw.randrange(128_000) for _ in range(rest))]) for _ in range(PROMPTS)]
@@ -166,7 +168,7 @@ class _Population:
         for prompt in prompts:
             depths = {record: _draw_depth(draw, len(head) // BLOCK_TOKENS, blocks) for record in knowing}
             self._hold(prompt.chain, depths | {draw.choice(self._records): blocks})
-        self._holders = list(self._numbers)
+        self._mirror.observe({holder: Alive(1, math.inf) for holder in self._events}, now_s=0.0)
         self._blocks = blocks
         self._requests = [
             GenerateRequest(
@@ -189,14 +191,12 @@ class _Population:
             for holder in (record.holder_id, HolderId(f"node:{record.store_node}")):
                 holder_to_depth[holder] = max(depth, holder_to_depth.get(holder, 0))
         for holder, depth in holder_to_depth.items():
-            self._map.add(self._numbers.setdefault(holder, len(self._numbers)), chain[:depth])
+            self._events[holder] += 1
+            told = Event(holder, 1, self._events[holder], Op.REGISTERED, NAMESPACE.id, chain[:depth])
+            assert self._mirror.apply(0, told)
 
     def _look_up(self, request: GenerateRequest) -> PrefixMatch:
-        depths = self._map.depths(request.prompt.chain, len(self._holders))
-        numbers = np.flatnonzero(depths)
-        return PrefixMatch(
-            {self._holders[n]: depth for n, depth in zip(numbers.tolist(), depths[numbers].tolist(), strict=True)}
-        )
+        return self._mirror.longest_prefix(NAMESPACE.id, request.prompt.chain, now_s=0.0)
 
     def _choose(self, request: GenerateRequest, match: PrefixMatch) -> None:
         plan = choose_workers(request, Snapshot(workers=self._columns, match=match), self._rule)
