@@ -72,6 +72,7 @@ class GatewayReplica:
     Evict = _admin_call("Evict", admin_pb2.EvictReply)
     Status = _admin_call("Status", admin_pb2.StatusReply)
     WhyMiss = _admin_call("WhyMiss", admin_pb2.WhyMissReply)
+    ExplainRoute = _admin_call("ExplainRoute", admin_pb2.ExplainRouteReply)
     ReadBlock = _admin_call("ReadBlock", admin_pb2.StoredBlock)
     WriteBlock = _admin_call("WriteBlock", admin_pb2.WriteBlockReply)
     Doctor = _admin_call("Doctor", admin_pb2.DoctorReply)

@@ -56,6 +56,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     authorizations: list[str | None] = field(default_factory=list)  # of each call, in order
     questions: list[admin_pb2.WhyMissRequest] = field(default_factory=list)  # in order
     evictions: list[admin_pb2.EvictRequest] = field(default_factory=list)  # in order
+    route: admin_pb2.ExplainRouteReply | None = None  # what is told of any request
     orders: list[Any] = field(default_factory=list)  # what was asked to be kept, to go, to be budgeted or drained
     pin_bytes_max: int = 100 * BLOCK_BYTES
     quota: admin_pb2.TenantEntry = field(default_factory=lambda: admin_pb2.TenantEntry(name="acme", role="user"))
@@ -225,6 +226,11 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
             reasons=[reason | {"first_block": 1, "num_blocks": 2}],
             errors=[{"holder": holder, "error": "did not answer"} for holder in sorted(self.silent_holders)],
         )
+
+    async def ExplainRoute(self, request, context):
+        if self.route is None:
+            await _refuse(context, InvalidRequest("not among the last"))
+        return self.route
 
     async def Evict(self, request, context):
         if self.failure is not None:

@@ -11,7 +11,7 @@ from headrace.admin.completion_command import completion
 from headrace.admin.config_commands import config
 from headrace.admin.doctor import doctor
 from headrace.admin.event_commands import events
-from headrace.admin.explain_command import explain
+from headrace.admin.explanation import explain
 from headrace.admin.inference_commands import generate, models
 from headrace.admin.node_commands import nodes
 from headrace.admin.plan_command import plan

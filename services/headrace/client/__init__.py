@@ -22,6 +22,7 @@ from headrace.client.admin_values import (
 from headrace.client.async_client import AsyncGenerateStream, AsyncHeadraceClient
 from headrace.client.client import GenerateStream, HeadraceClient
 from headrace.client.errors import GatewayUnreachable
+from headrace.client.placement_values import RouteExplanation, RouteOutcome, RoutePlan
 from headrace.client.values import (
     COLD,
     Accepted,
@@ -66,6 +67,9 @@ __all__ = [
     "Prompt",
     "QuotaChange",
     "Retention",
+    "RouteExplanation",
+    "RouteOutcome",
+    "RoutePlan",
     "Sampling",
     "Selector",
     "ServedModel",

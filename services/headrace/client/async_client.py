@@ -24,6 +24,8 @@ from headrace.client.admin_values import (
     TenantListing,
 )
 from headrace.client.errors import error_from_rpc
+from headrace.client.placement_messages import route_explanation_from_message
+from headrace.client.placement_values import RouteExplanation
 from headrace.client.prepare_call import CHANNEL_OPTIONS, call_metadata, prepare_call
 from headrace.client.values import (
     ANY_CACHE,
@@ -180,6 +182,11 @@ class AsyncHeadraceClient:
         """As HeadraceClient.why_miss."""
         asked = admin_messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
         return admin_messages.explanation_from_message(await self._ask(self._admin.WhyMiss, asked))
+
+    async def explain_route(self, request_id: str) -> RouteExplanation:
+        """As HeadraceClient.explain_route."""
+        asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
+        return route_explanation_from_message(await self._ask(self._admin.ExplainRoute, asked))
 
     async def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
         """As HeadraceClient.read_block."""

@@ -34,6 +34,8 @@ from headrace.client.admin_values import (
     TenantListing,
 )
 from headrace.client.errors import error_from_rpc
+from headrace.client.placement_messages import route_explanation_from_message
+from headrace.client.placement_values import RouteExplanation
 from headrace.client.prepare_call import CHANNEL_OPTIONS, call_metadata, prepare_call
 from headrace.client.values import (
     ANY_CACHE,
@@ -183,6 +185,11 @@ class HeadraceClient:
         """Why a prompt (or a request that the gateway served lately, by its id) is not all in the cache now."""
         asked = admin_messages.why_miss_message(prompt, model=model, request_id=request_id, cache_salt=cache_salt)
         return admin_messages.explanation_from_message(self._ask(self._admin.WhyMiss, asked))
+
+    def explain_route(self, request_id: str) -> RouteExplanation:
+        """Why a request that the gateway placed lately went where it went, and what in fact happened."""
+        asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
+        return route_explanation_from_message(self._ask(self._admin.ExplainRoute, asked))
 
     def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
         """The last block of a chain from one node (`node:ID`)."""

@@ -23,6 +23,7 @@ from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.drain_node import drain_node
 from headrace.gateway.evict_everywhere import evict_everywhere
 from headrace.gateway.examine_system import examine_system
+from headrace.gateway.explain_route import explain_route
 from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
 from headrace.gateway.list_everywhere import list_everywhere, name_blocks
 from headrace.gateway.list_tenants import list_tenants
@@ -85,6 +86,12 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
             ),
         )
 
+    async def ExplainRoute(
+        self, request: admin_pb2.ExplainRouteRequest, grpc_context: Any
+    ) -> admin_pb2.ExplainRouteReply:
+        """Why one of the last requests went where it went, and what became of it."""
+        return await self._answer(grpc_context, lambda scope: self._explain_route(request, scope))
+
     async def Doctor(self, request: admin_pb2.DoctorRequest, grpc_context: Any) -> admin_pb2.DoctorReply:
         """What is well and what is not, and (asked to) what was done about it."""
         return await self._answer(grpc_context, lambda scope: self._doctor(request, scope))
@@ -134,6 +141,11 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         }
         audit(scope.tenant.name, ORDER_NAMES[rpc], {**asked_of(request.selector), **times}, effect)
         return reply
+
+    async def _explain_route(
+        self, request: admin_pb2.ExplainRouteRequest, scope: AdminScope
+    ) -> admin_pb2.ExplainRouteReply:
+        return explain_route(request, self._service.planner.decisions, scope)
 
     async def _doctor(self, request: admin_pb2.DoctorRequest, scope: AdminScope) -> admin_pb2.DoctorReply:
         scope.require_all("examine the system")

@@ -119,15 +119,13 @@ class _Placements:
         return PrefixMatch({holders[number]: int(depths[number]) for number in np.flatnonzero(depths)})
 
     def add(self, request: GenerateRequest, plan: Plan) -> None:
-        """Everybody who computes, publishes or loads the prompt by this plan will have it."""
+        """Who computes or loads the prompt by this plan will have it for prompts that wait behind it. What is published
+        is not counted on before it is there: nobody elsewhere would wait for it."""
         if len(self._numbers) > INDEX_HOLDERS_MAX:  # many have come and gone
             self._numbers, self._predicted = {}, PredictedBlocks(chains_max=PREDICTED_CHAINS_MAX)
         terms = plan.decision.chosen
         until_s = self._clock.now_s() + terms.ttft_s + PREDICTION_SLACK * terms.compute_s + INDEX_LAG_S
-        computing = plan.prefill or plan.decode
-        holders = {computing.holder_id, plan.decode.holder_id}
-        if computing.store_node:
-            holders.add(HolderId(f"node:{computing.store_node}"))
+        holders = {record.holder_id for record in (plan.prefill, plan.decode) if record is not None}
         chain = request.prompt.chain[:CHAIN_BLOCKS_MAX]
         for holder in sorted(holders) if chain else ():
             self._predicted.add(self._numbers.setdefault(holder, len(self._numbers)), chain, until_s=until_s)

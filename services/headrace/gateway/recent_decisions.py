@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from headrace.core.choose_workers import Plan
-from headrace.core.decision import PlanReason, RouteDecision
+from headrace.core.decision import MeasuredWork, PlanReason, RouteDecision
 from headrace.core.generation import Finished, GenerateRequest, RequestId
 from headrace.core.limits import RECENT_DECISIONS_MAX
 
@@ -32,6 +32,7 @@ class DecidedRequest:
     attempts: int = 1
     ttft_s: float | None = None  # measured: request accepted to first token
     finished: Finished | None = None
+    work: MeasuredWork | None = None
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -86,6 +87,12 @@ class RecentDecisions:
         decided = self._requests.get(request_id)
         if decided is not None and decided.finished is None:
             decided.finished = finished
+
+    def measured(self, request_id: str, work: MeasuredWork) -> None:
+        """A worker says what the prompt took; the first one counts."""
+        decided = self._requests.get(request_id)
+        if decided is not None and decided.work is None:
+            decided.work = work
 
     def find(self, request_id: str) -> DecidedRequest | None:
         """The request, if it is still remembered."""

@@ -693,3 +693,95 @@ class CheckIntegrityReply(_message.Message):
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     broken: str
     def __init__(self, broken: _Optional[str] = ...) -> None: ...
+
+class ExplainRouteRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainRouteReply(_message.Message):
+    __slots__ = ("request_id", "model", "unix_ms", "prompt_tokens", "reason", "settled_by", "attempts", "price", "chosen", "others", "num_considered", "predicted_ttft_s", "overhead_s", "outcome")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_BY_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PRICE_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONSIDERED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    OVERHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    unix_ms: int
+    prompt_tokens: int
+    reason: str
+    settled_by: str
+    attempts: int
+    price: float
+    chosen: RoutePlan
+    others: _containers.RepeatedCompositeFieldContainer[RoutePlan]
+    num_considered: int
+    predicted_ttft_s: float
+    overhead_s: float
+    outcome: RouteOutcome
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., unix_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., settled_by: _Optional[str] = ..., attempts: _Optional[int] = ..., price: _Optional[float] = ..., chosen: _Optional[_Union[RoutePlan, _Mapping]] = ..., others: _Optional[_Iterable[_Union[RoutePlan, _Mapping]]] = ..., num_considered: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., overhead_s: _Optional[float] = ..., outcome: _Optional[_Union[RouteOutcome, _Mapping]] = ...) -> None: ...
+
+class RoutePlan(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "device_tokens", "loaded_tokens", "computed_tokens", "wait_s", "fetch_s", "compute_s", "hand_off_s", "price_s", "interference_s", "decode_s", "memory_s", "ttft_s", "cost_s", "barred")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFF_S_FIELD_NUMBER: _ClassVar[int]
+    PRICE_S_FIELD_NUMBER: _ClassVar[int]
+    INTERFERENCE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    device_tokens: int
+    loaded_tokens: int
+    computed_tokens: int
+    wait_s: float
+    fetch_s: float
+    compute_s: float
+    hand_off_s: float
+    price_s: float
+    interference_s: float
+    decode_s: float
+    memory_s: float
+    ttft_s: float
+    cost_s: float
+    barred: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., device_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., hand_off_s: _Optional[float] = ..., price_s: _Optional[float] = ..., interference_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., memory_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., cost_s: _Optional[float] = ..., barred: _Optional[str] = ...) -> None: ...
+
+class RouteOutcome(_message.Message):
+    __slots__ = ("ttft_s", "fetch_s", "compute_s", "decode_worker", "cached_device_tokens", "cached_shared_memory_tokens", "cached_grpc_tokens")
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    CACHED_DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_SHARED_MEMORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_GRPC_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ttft_s: float
+    fetch_s: float
+    compute_s: float
+    decode_worker: str
+    cached_device_tokens: int
+    cached_shared_memory_tokens: int
+    cached_grpc_tokens: int
+    def __init__(self, ttft_s: _Optional[float] = ..., fetch_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., decode_worker: _Optional[str] = ..., cached_device_tokens: _Optional[int] = ..., cached_shared_memory_tokens: _Optional[int] = ..., cached_grpc_tokens: _Optional[int] = ...) -> None: ...

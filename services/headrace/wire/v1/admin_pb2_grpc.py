@@ -65,6 +65,11 @@ class CacheAdminStub:
                 request_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
                 _registered_method=True)
+        self.ExplainRoute = channel.unary_unary(
+                '/headrace.v1.CacheAdmin/ExplainRoute',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteReply.FromString,
+                _registered_method=True)
         self.ReadBlock = channel.unary_unary(
                 '/headrace.v1.CacheAdmin/ReadBlock',
                 request_serializer=headrace_dot_v1_dot_admin__pb2.ReadBlockRequest.SerializeToString,
@@ -143,6 +148,13 @@ class CacheAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WhyMiss(self, request, context):
+        """gateway only
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainRoute(self, request, context):
         """gateway only
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -234,6 +246,11 @@ def add_CacheAdminServicer_to_server(servicer, server):
                     servicer.WhyMiss,
                     request_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.SerializeToString,
+            ),
+            'ExplainRoute': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRoute,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteReply.SerializeToString,
             ),
             'ReadBlock': grpc.unary_unary_rpc_method_handler(
                     servicer.ReadBlock,
@@ -439,6 +456,33 @@ class CacheAdmin:
             '/headrace.v1.CacheAdmin/WhyMiss',
             headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
             headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRoute(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.CacheAdmin/ExplainRoute',
+            headrace_dot_v1_dot_admin__pb2.ExplainRouteRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ExplainRouteReply.FromString,
             options,
             channel_credentials,
             insecure,

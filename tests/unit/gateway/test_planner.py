@@ -1,0 +1,166 @@
+"""What a gateway knows beyond records when it places requests: its own plans, and what predictions lately lacked."""
+
+import asyncio
+
+import pytest
+from tiny_gateway import make_worker_record, tiny_gateway
+
+from headrace.core.block import CacheSource
+from headrace.core.decision import MeasuredWork
+from headrace.core.generation import CacheControl, RequestId, WorkerId
+from headrace.core.members import LearnedCosts, WorkerRole
+from headrace.core.tenants import EVERYBODY
+from headrace.gateway.service import Accepted
+from headrace.gateway.worker_table import RECORD_AGE_MAX_S, WorkerTable
+from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
+
+SLOW = LearnedCosts(0.05, 100.0, 0.0, 0.02, 0.005, 0.0)  # 30 tokens take 350 ms
+DECODERS = (make_worker_record("d0", costs=SLOW), make_worker_record("d1", costs=SLOW))
+
+
+def ask(first_token: int, **options) -> ClientRequest:
+    prompt = TokenPrompt(tuple(range(first_token, first_token + 30)))
+    return ClientRequest(model="tiny", prompt=prompt, sampling=SamplingOptions(max_tokens=2), **options)
+
+
+async def answered(gateway, request) -> str:
+    """The request's id, after its answer."""
+    request_id = ""
+    async for event in gateway.service.generate(request, EVERYBODY):
+        if isinstance(event, Accepted):
+            request_id = event.request_id
+    return request_id
+
+
+class HandClock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000.0
+
+    def now_s(self) -> float:
+        return self.seconds
+
+    def unix_ms(self) -> int:
+        return round(self.seconds * 1000)
+
+
+def queue_of(table, worker_id="d0") -> float:
+    columns = table.columns(table.served("tiny"))
+    return float(table.queue_s(columns)[columns.row_of[WorkerId(worker_id)]])
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def table(clock) -> WorkerTable:
+    table = WorkerTable(clock)
+    table.replace([make_worker_record("d0", queue_s=2.0, unix_ms=clock.unix_ms())])
+    return table
+
+
+def test_a_queue_drains_while_its_record_stands(table, clock):
+    """Fails when a record of two seconds ago is taken for the present."""
+    assert queue_of(table) == 2.0
+    clock.seconds += 0.5
+    assert queue_of(table) == pytest.approx(1.5)
+    clock.seconds += 5
+    assert queue_of(table) == 0
+
+
+def test_own_plans_count_until_the_record_can_know_of_them(table, clock):
+    """Fails when a burst within one refresh goes to one worker, or when a plan counts twice after it."""
+    clock.seconds += 1
+    table.plan_work(RequestId("r"), WorkerId("d0"), 3.0)
+    assert queue_of(table) == pytest.approx(4.0)
+    clock.seconds += 1
+    assert queue_of(table) == pytest.approx(3.0)
+    table.replace([make_worker_record("d0", queue_s=3.1, unix_ms=clock.unix_ms())])
+    assert queue_of(table) == pytest.approx(3.1)
+
+
+def test_work_that_is_done_or_given_up_counts_no_more(table):
+    """Fails when a request's end leaves its work in the queue."""
+    table.plan_work(RequestId("r"), WorkerId("d0"), 3.0)
+    table.end_work(RequestId("r"))
+    table.end_work(RequestId("r"))
+    assert queue_of(table) == 2.0
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("skew_s", [-3_600, 3_600])
+def test_a_wrong_clock_on_a_workers_host_does_no_harm(clock, skew_s):
+    """Fails when a record from the future never drains, or one from the past is drained at once."""
+    table = WorkerTable(clock)
+    table.replace([make_worker_record("d0", queue_s=10.0, unix_ms=clock.unix_ms() + skew_s * 1000)])
+    assert 10.0 - RECORD_AGE_MAX_S <= queue_of(table) <= 10.0
+    clock.seconds += 1
+    assert queue_of(table) <= 9.0
+
+
+async def test_requests_of_one_moment_spread_over_workers_by_their_work(model_path):
+    """Fails when all of them go to the worker that the last refresh called idle."""
+    async with tiny_gateway(*DECODERS, model_path=model_path) as gateway:
+        for worker in gateway.calls.workers.values():
+            worker.token_seconds = 0.3
+        await asyncio.gather(*(answered(gateway, ask(40 * number + 1)) for number in range(4)))
+        assert [len(worker.calls) for worker in gateway.calls.workers.values()] == [2, 2]
+        gateway.assert_at_rest()
+
+
+async def test_equal_prompts_of_one_moment_meet_on_one_worker(model_path):
+    """Fails when a placement does not count until the index hears of it: each worker would compute the prompt."""
+    # Waiting for 30 tokens costs as much as computing them; the tiny workers' common store must not be read.
+    costs = LearnedCosts(0.001, 200.0, 0.0, 0.02, 0.0001, 0.0)
+    workers = [make_worker_record(name, costs=costs) for name in ("d0", "d1")]
+    own_pool = CacheControl(sources=frozenset({CacheSource.DEVICE}))
+    async with tiny_gateway(*workers, model_path=model_path) as gateway:
+        for worker in gateway.calls.workers.values():
+            worker.token_seconds = 0.3
+        await asyncio.gather(*(answered(gateway, ask(1, cache=own_pool)) for _ in range(2)))
+        assert sorted(len(worker.calls) for worker in gateway.calls.workers.values()) == [0, 2]
+
+
+async def test_what_predictions_lacked_lately_is_added_to_the_next(model_path):
+    """Fails when the way through gateway and worker is forgotten in every prediction."""
+    async with tiny_gateway(make_worker_record("d0", costs=SLOW), model_path=model_path) as gateway:
+        gateway.worker("d0").token_seconds = 0.6  # 250 ms more than the costs say
+        decisions = gateway.service.planner.decisions
+        first, second = [decisions.find(await answered(gateway, ask(40 * n + 1))) for n in range(2)]
+        assert (first.overhead_s, first.attempts) == (0.0, 1)
+        assert second.overhead_s == pytest.approx(first.ttft_s - first.decision.chosen.ttft_s)
+        assert second.predicted_ttft_s == pytest.approx(second.ttft_s, rel=0.3)
+        assert second.finished.worker_id == "d0"
+
+
+async def test_decisions_are_bounded_and_the_oldest_goes_first(model_path):
+    """Fails when a gateway remembers every request for ever."""
+    async with tiny_gateway(make_worker_record("d0"), model_path=model_path) as gateway:
+        decisions = gateway.service.planner.decisions
+        decisions.requests_max = 2
+        ids = [await answered(gateway, ask(n + 1)) for n in range(3)]
+        assert [decisions.find(each) is not None for each in ids] == [False, True, True]
+        assert len(decisions) == 2
+        decisions.measured(ids[0], MeasuredWork(0.1, 0.2))  # of a request that is forgotten
+        assert decisions.find(ids[0]) is None
+
+
+async def test_a_prefill_workers_work_is_planned_for_it_and_not_for_the_decode_worker(model_path):
+    """Fails when a hand-over makes the decode worker look as busy as the one that computes."""
+    workers = (make_worker_record("d0", costs=SLOW), make_worker_record("p0", WorkerRole.PREFILL, costs=SLOW))
+    async with tiny_gateway(*workers, model_path=model_path) as gateway:
+        gateway.worker("p0").hangs = gateway.worker("d0").hangs = True
+        task = asyncio.create_task(answered(gateway, ask(1)))
+        async with asyncio.timeout(5):
+            while not gateway.worker("p0").open_calls:  # noqa: ASYNC110 - the worker under test tells nobody
+                await asyncio.sleep(0.01)
+        table = gateway.service.table
+        assert queue_of(table, "p0") > 0.2
+        assert queue_of(table, "d0") < 0.15
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert queue_of(table, "p0") == 0
+        gateway.assert_at_rest()
