@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from headrace.config import Config, config_to_flat, load_config
-from headrace.core.limits import GATEWAY_INFLIGHT_MAX, WORKER_WAITING_MAX
+from headrace.core.limits import GATEWAY_INFLIGHT_MAX, REQUEST_TIMEOUT_MS_DEFAULT, WORKER_WAITING_MAX
 from headrace.core.members import WorkerRole
 from headrace_cluster.gateway_replica import GatewayReplica
 from headrace_cluster.worker_replica import DecodeWorker, PrefillWorker
@@ -33,6 +33,15 @@ HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 # Streams under way may end by themselves before a replica is stopped.
 SHUTDOWN_GRACE_S = 10.0
+# A load that lasts so long is answered by more workers; a model takes about as long to load.
+SCALE_OUT_AFTER_S = 15.0
+# A lull that lasts so long ends workers, whose caches end with them: what they published stays in the store nodes.
+SCALE_IN_AFTER_S = 300.0
+# Over how long a worker's pressure is averaged: longer than the 10 s between two reports of it.
+SCALE_LOOK_BACK_S = 20.0
+# A worker that is not needed any more gets no new calls, and ends when its last stream has, or after the longest that
+# a request may take by default.
+SCALE_IN_GRACE_S = REQUEST_TIMEOUT_MS_DEFAULT / 1000
 # Calls beyond what the engine runs and queues are refused by the worker itself (Overloaded), at once and with a reason;
 # Serve would let them wait. So Serve's own bound lies above the worker's.
 CALLS_BEYOND_QUEUE = 64
@@ -53,13 +62,30 @@ def serve_app(args: dict[str, Any]) -> Application:
     settings = config_to_flat(config)
     options = worker_options(config)
     decode_role = WorkerRole.DECODE if config.cluster.prefill_workers else WorkerRole.BOTH
-    decode = DecodeWorker.options(num_replicas=config.cluster.decode_workers, **options)
-    prefill = PrefillWorker.options(num_replicas=max(1, config.cluster.prefill_workers), **options)
+    cluster = config.cluster
+    decode = DecodeWorker.options(**options, **replicas(cluster.decode_workers, cluster.decode_workers_max))
+    prefill = PrefillWorker.options(**options, **replicas(max(1, cluster.prefill_workers), cluster.prefill_workers_max))
     return Gateway.bind(
         settings,
         decode.bind(settings, decode_role.value),
         prefill.bind(settings, WorkerRole.PREFILL.value) if config.cluster.prefill_workers else None,
     )
+
+
+def replicas(fixed: int, most: int) -> dict[str, Any]:
+    """Serve options for a number of workers that stays, or one that follows the load from `fixed` to `most`."""
+    if most <= fixed:
+        return {"num_replicas": fixed, "graceful_shutdown_timeout_s": SHUTDOWN_GRACE_S}
+    scaling = AutoscalingConfig(
+        min_replicas=fixed,
+        initial_replicas=fixed,
+        max_replicas=most,
+        upscale_delay_s=SCALE_OUT_AFTER_S,
+        downscale_delay_s=SCALE_IN_AFTER_S,
+        look_back_period_s=SCALE_LOOK_BACK_S,
+        policy=AutoscalingPolicy(policy_function="headrace_cluster.scale_workers:scale_workers"),
+    )
+    return {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": SCALE_IN_GRACE_S}
 
 
 def worker_options(config: Config) -> dict[str, Any]:
@@ -74,7 +100,6 @@ def worker_options(config: Config) -> dict[str, Any]:
         "max_ongoing_requests": config.engine.batch_sequences_max + WORKER_WAITING_MAX + CALLS_BEYOND_QUEUE,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "graceful_shutdown_timeout_s": SHUTDOWN_GRACE_S,
         "max_constructor_retry_count": 1,
         "request_router_config": RequestRouterConfig(
             request_router_class="headrace_cluster.plan_request_router:PlanRequestRouter"
@@ -87,7 +112,10 @@ def gpus_per_worker(config: Config) -> float:
     if config.model.device == "cpu" or not ray.is_initialized():
         return 0.0
     gpus = float(ray.cluster_resources().get("GPU", 0.0))
-    workers = config.cluster.prefill_workers + config.cluster.decode_workers
+    cluster = config.cluster
+    workers = max(cluster.prefill_workers, cluster.prefill_workers_max) + max(
+        cluster.decode_workers, cluster.decode_workers_max
+    )
     return 1.0 if gpus >= workers else math.floor(100 * gpus / workers) / 100
 
 

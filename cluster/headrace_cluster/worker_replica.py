@@ -26,6 +26,7 @@ from headrace.core.generation import (
 )
 from headrace.core.members import WorkerRole
 from headrace_cluster.caller_presence import CallerGone, CallersPresent
+from headrace_cluster.scale_workers import PRESSURE, pressure
 from headrace_cluster.store_actor import config_here, ensure_store_actor
 
 # First item of every stream from a worker: the call has reached the worker it names, and work begins.
@@ -66,7 +67,7 @@ class WorkerReplica:
         from headrace.compose import build_worker
 
         self._callers = CallersPresent()
-        config = config_here(settings)
+        config = self._config = config_here(settings)
         await ensure_store_actor(config)
         self._worker_id = WorkerId(serve.get_replica_context().replica_id.unique_id)
         self._worker = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)
@@ -109,6 +110,10 @@ class WorkerReplica:
         self._check_addressed(call.worker_id)
         yield ACCEPTED
         yield self._worker.set_device_ttl(call.selector, ttl_s=call.ttl_s)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `scale_workers.py` goes by; Serve asks for it where it scales."""
+        return {PRESSURE: pressure(self._worker.record(), self._config)}
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises: healthy means that it can serve a call now."""

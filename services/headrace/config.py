@@ -111,6 +111,8 @@ class ClusterSettings:
 
     prefill_workers: int = setting(1, "Prefill workers.")
     decode_workers: int = setting(2, "Decode workers.")
+    prefill_workers_max: int = setting(0, "Up to so many prefill workers under load, on Ray. 0: always as many.")
+    decode_workers_max: int = setting(0, "Up to so many decode workers under load, on Ray. 0: always as many.")
     state_dir: str = setting("", "Where a running system keeps its state and logs. Default: ~/.local/state/headrace.")
 
 
@@ -283,3 +285,10 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("decode_workers", "must be at least 1")
     if cluster.prefill_workers < 0:
         raise ConfigInvalid("prefill_workers", "must not be negative")
+    for key, fixed in (
+        ("prefill_workers_max", cluster.prefill_workers),
+        ("decode_workers_max", cluster.decode_workers),
+    ):
+        most = getattr(cluster, key)
+        if most and (most < fixed or not fixed):
+            raise ConfigInvalid(key, f"must be 0 or at least {key.removesuffix('_max')}, of which there must be one")
