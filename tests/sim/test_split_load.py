@@ -85,11 +85,14 @@ class Holders:
                 deadline=Deadline.after(5, self.world.clock),
             )
 
-    async def load(self, *, deadline_s: float = 60, piece_blocks: int = PIECE_BLOCKS, end_block: int = NUM_BLOCKS):
+    async def load(
+        self, *, deadline_s: float = 60, piece_blocks: int = PIECE_BLOCKS, end_block: int = NUM_BLOCKS, budget=None
+    ):
+        hints = tuple(name for name in self.blocks if name != "a")
         return await load_prefix(
             PROMPT,
             range(FIRST_ID, FIRST_ID + NUM_BLOCKS),
-            plan=LoadPlan(0, end_block, ALL_SOURCES, tuple(name for name in self.blocks if name != "a")),
+            plan=LoadPlan(0, end_block, ALL_SOURCES, hints, budget=budget),
             layout=LAYOUT,
             nodes=self.nodes,
             pool=self.kv,

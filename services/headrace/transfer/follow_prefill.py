@@ -53,6 +53,7 @@ async def follow_prefill(
             first_block=at,
             sources=frozenset({way}),
             hint_nodes=(hand_off.store_node,),
+            budget=None,
             wait_s=_patience_s(hand_off, deadline),
         )
         come = await load_prefix(

@@ -16,12 +16,14 @@ from headrace.blocks.block_codec import verify_header
 from headrace.core.block import BlockHeader, CacheSource, HashedPrompt, KvLayout
 from headrace.core.clock import Deadline
 from headrace.core.errors import BlockCorrupt, CacheFault, DeadlineExceeded, StoreUnavailable
+from headrace.core.transfer_budget import TransferBudget
 from headrace.core.limits import (
     LEASE_BLOCKS_MAX,
     LOAD_AHEAD_BYTES_MAX,
     LOAD_NODES_MAX,
     LOAD_PIECE_BYTES,
     LOAD_PREFIX_TIMEOUT_MS,
+    OVERTAKE_WATCH_MS,
     RELEASE_TIMEOUT_MS,
 )
 from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
@@ -39,6 +41,7 @@ class LoadPlan:
     sources: frozenset[CacheSource]
     hint_nodes: tuple[str, ...] = ()  # node ids believed to hold the prefix, best first
     retention: Retention = KEEP  # what this use of the blocks asks for
+    budget: TransferBudget | None = None  # when to compute the rest instead; None: never sooner than time ends
     wait_s: float = 0.0  # how long each node is to wait for its first block while that is not there
 
 
@@ -72,8 +75,9 @@ async def load_prefix(
     What this host's node does not have is shared out among the hinted nodes, piece by piece from the front. What a node
     that is gone, too slow, or without what was hinted leaves undone, another one does. At the first block whose header
     or checksum is in doubt the run ends, since somebody stores wrong bytes under this prefix: computing is the only
-    answer not to be doubted. Ends within LOAD_PREFIX_TIMEOUT_MS and `deadline` with what was loaded until then. Every
-    lease is released on every path, and no thread writes to the pool after this returns or raises.
+    answer not to be doubted. Ends when plan.budget is used up, LOAD_PREFIX_TIMEOUT_MS or `deadline` is over, with what
+    was loaded until then. Every lease is released on every path, and no thread writes to the pool after this returns or
+    raises.
     Raises nothing of the cache; cancellation passes through.
     """
     assert plan.first_block >= 0
@@ -87,8 +91,9 @@ async def load_prefix(
         async with limit.scope("load a prefix"), asyncio.TaskGroup() as tasks:
             for holder in holders:
                 run.join(holder)
-            for holder in holders:
-                tasks.create_task(_deliver(holder, load))
+            delivering = [tasks.create_task(_deliver(holder, load)) for holder in holders]
+            if plan.budget is not None and delivering:
+                tasks.create_task(_keep_budget(plan.budget, load, delivering))
     except DeadlineExceeded as late:
         load.faults.append(StoreUnavailable("(any)", late.what))
     sources = run.unbroken_sources()
@@ -150,6 +155,33 @@ async def _deliver(holder: Holder, load: _Load) -> None:
                 raise
     finally:
         load.run.leave(holder)
+
+
+async def _keep_budget(budget: TransferBudget, load: _Load, delivering: Sequence["asyncio.Task[None]"]) -> None:
+    """End the load at what is verified as soon as computing the rest is the better way.
+
+    Of the time between two looks no more counts than the looks were to be apart, twice: when they come later than that,
+    it was our own loop that stood still, and it would have done so while computing.
+    """
+    clock, watch_s = load.deadline.clock, OVERTAKE_WATCH_MS / 1000
+    seconds, looked_s = 0.0, clock.now_s()
+    while True:
+        _, pending = await asyncio.wait(delivering, timeout=watch_s)
+        if not pending:
+            return
+        now_s = clock.now_s()
+        seconds, looked_s = seconds + min(now_s - looked_s, 2 * watch_s), now_s
+        block_tokens = load.layout.block_tokens
+        num_arrived = load.run.num_delivered + load.ahead_bytes // load.layout.block_bytes
+        if budget.is_over(
+            seconds=seconds,
+            loaded_tokens=len(load.run.unbroken_sources()) * block_tokens,
+            arrived_tokens=num_arrived * block_tokens,
+        ):
+            load.faults.append(StoreUnavailable("(any)", "computing the rest was faster than loading it"))
+            for task in delivering:
+                task.cancel()  # what has been received is copied and verified yet
+            return
 
 
 async def _load_piece(piece: Piece, load: _Load) -> None:

@@ -128,6 +128,11 @@ class SplitRun:
                 piece.worker.cancel()
         self._notify()
 
+    @property
+    def num_delivered(self) -> int:
+        """Blocks that are in their places, also behind a gap."""
+        return len(self._block_to_source)
+
     def unbroken_sources(self) -> tuple[CacheSource, ...]:
         """Where each block of the unbroken leading run came from."""
         sources: list[CacheSource] = []

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from headrace.core.block import CacheSource, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, IndexUnavailable, WorkerUnavailable
+from headrace.core.transfer_budget import TransferBudget
 from headrace.core.generation import (
     ControlReport,
     DecodeCall,
@@ -27,6 +28,7 @@ from headrace.core.generation import (
     PrefillCall,
     WorkerId,
 )
+from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_PREFILL
 from headrace.core.limits import (
     ATTEMPTS_REMEMBERED,
     DRAIN_TIMEOUT_MS,
@@ -265,6 +267,7 @@ class Worker:
                     sources=request.cache.sources,
                     hint_nodes=hint_nodes,
                     retention=request.cache.retention,
+                    budget=self._budget(request, range(num_device, reusable_blocks), hint_nodes),
                 )
                 loaded = await self._load(admission, plan, hand_off, deadline)
                 waiting.close()
@@ -278,6 +281,22 @@ class Worker:
                 yield held
             finally:
                 self.engine.release(admission)
+
+    def _budget(self, request: GenerateRequest, blocks: range, hint_nodes: tuple[str, ...]) -> TransferBudget | None:
+        """What loading these blocks may cost here; None until it is known how fast this worker computes."""
+        prefill, block_tokens = self.engine.load().ahead.prefill, request.prompt.block_tokens
+        if prefill == PRIOR_PREFILL or not blocks:
+            return None
+        nodes = {self.nodes.local_node_id(), *hint_nodes}
+        rates = [link.bytes_per_s for link in self._timed_nodes.times.links() if link.node_id in nodes]
+        num_bytes = len(blocks) * self.layout.block_bytes
+        return TransferBudget(
+            prefill=prefill,
+            first_token=blocks.start * block_tokens,
+            end_token=blocks.stop * block_tokens,
+            prompt_tokens=len(request.prompt.token_ids),
+            predicted_s=num_bytes / min(rates, default=PRIOR_GRPC.bytes_per_s),
+        )
 
     async def _load(
         self, admission: Admission, plan: LoadPlan, hand_off: HandOff | None, deadline: Deadline

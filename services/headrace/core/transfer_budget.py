@@ -1,0 +1,49 @@
+"""When computing overtakes a fetch: at each moment a load must have saved what it has cost, but for an allowance.
+
+    seconds        0 ------ t --------------------------------------> cold
+    fetched so far [saved by then |
+    left to compute               |---------------------------------]
+    the load goes on while  t + left <= (1 + share) * cold + round trip
+
+So whatever a source does (slow from the start, stalled in the middle, dripping), a request that gives up then has lost
+no more than that against one which never asked. And a load that is behind its own prediction ends sooner, when what is
+left of it would come later than it can be computed. Pure; the time comes in.
+"""
+
+import math
+from dataclasses import dataclass
+
+from headrace.core.limits import OVERTAKE_LATE_FACTOR, OVERTAKE_ROUND_TRIP_MS, OVERTAKE_SHARE
+from headrace.core.step_costs import PrefillCost
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBudget:
+    """What one load may cost, on a worker that computes as fast as `prefill` says."""
+
+    prefill: PrefillCost
+    first_token: int  # the load begins here: what is before is valid already
+    end_token: int  # the load ends here at the latest
+    prompt_tokens: int  # what is not loaded is computed, up to here
+    predicted_s: float  # of the whole load, by what is known of the way
+
+    def is_over(self, *, seconds: float, loaded_tokens: int, arrived_tokens: int) -> bool:
+        """Whether to compute the rest, when so many tokens from `first_token` on are there after so many seconds.
+
+        arrived_tokens: with those behind a gap, and those that are not verified yet: they tell the pace.
+        """
+        at = self.first_token + loaded_tokens
+        if at >= self.end_token:
+            return False
+        cold_s = self._compute_s(self.first_token, self.prompt_tokens)
+        left_s = self._compute_s(at, self.prompt_tokens)
+        if seconds + left_s > (1 + OVERTAKE_SHARE) * cold_s + OVERTAKE_ROUND_TRIP_MS / 1000:
+            return True
+        if seconds <= OVERTAKE_LATE_FACTOR * self.predicted_s + OVERTAKE_ROUND_TRIP_MS / 1000:
+            return False
+        missing = self.end_token - self.first_token - arrived_tokens
+        fetch_left_s = seconds / arrived_tokens * missing if arrived_tokens else math.inf
+        return fetch_left_s >= self._compute_s(at, self.end_token)
+
+    def _compute_s(self, start: int, end: int) -> float:
+        return float(self.prefill.seconds(start, end))
