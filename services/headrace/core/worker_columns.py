@@ -7,6 +7,7 @@ broken worker spoils its own predictions only.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from statistics import median
 
 import numpy as np
@@ -15,7 +16,7 @@ from headrace.core.block import CacheSource, HolderId
 from headrace.core.choose_placement import Floats, Ints
 from headrace.core.generation import WorkerId
 from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_SHARED_MEMORY
-from headrace.core.members import MeasuredLink, PrefixMatch, WorkerRecord
+from headrace.core.members import ASSUMED_COSTS, LearnedCosts, MeasuredLink, PrefixMatch, WorkerRecord
 from headrace.core.step_costs import LinkCost, PrefillCost
 
 RATE_MIN = 1e-3  # tokens or bytes in a second: nothing that works is slower
@@ -25,7 +26,7 @@ class WorkerColumns:
     """Live workers of one model and namespace."""
 
     def __init__(self, records: Sequence[WorkerRecord]) -> None:
-        self.records = tuple(records)
+        self.records = _with_costs_of_peers(records)
         self.row_of: Mapping[WorkerId, int] = {record.worker_id: row for row, record in enumerate(self.records)}
         self.ids = np.array([worker_number(record.worker_id) for record in self.records], dtype=np.uint64)
         self.prefills = np.array([record.role.prefills for record in self.records], dtype=bool)
@@ -134,6 +135,24 @@ class WorkerColumns:
 def tokens_max(worker: WorkerRecord) -> int:
     """Prompt plus output that one sequence may have on a worker: its context, or all of its pool if that is less."""
     return min(worker.context_tokens_max, worker.pool_blocks * worker.namespace.layout.block_tokens)
+
+
+def _with_costs_of_peers(records: Sequence[WorkerRecord]) -> tuple[WorkerRecord, ...]:
+    """What a worker has not measured is taken to be the median of those that have: by assumed costs, a new worker would
+    get all requests, or none and then never measure anything."""
+    usual: dict[str, float] = {}
+    for cost in fields(LearnedCosts):
+        assumed = getattr(ASSUMED_COSTS, cost.name)
+        measured = [value for record in records if (value := getattr(record.costs, cost.name)) != assumed]
+        usual[cost.name] = median(measured) if measured else assumed
+    if usual == asdict(ASSUMED_COSTS):
+        return tuple(records)
+
+    def completed(costs: LearnedCosts) -> LearnedCosts:
+        own = asdict(costs)
+        return LearnedCosts(**{n: usual[n] if own[n] == getattr(ASSUMED_COSTS, n) else own[n] for n in own})
+
+    return tuple(replace(record, costs=completed(record.costs)) for record in records)
 
 
 def worker_number(worker_id: str) -> int:

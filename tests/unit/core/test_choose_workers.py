@@ -17,7 +17,7 @@ from headrace.core.choose_workers import NoWorker, Plan, RoutingRule, choose_wor
 from headrace.core.decision import COST_TERMS, PlanReason, SettledBy
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, WorkerId
-from headrace.core.members import NO_MATCH, LearnedCosts, MeasuredLink, PrefixMatch, WorkerRole
+from headrace.core.members import ASSUMED_COSTS, NO_MATCH, LearnedCosts, MeasuredLink, PrefixMatch, WorkerRole
 from headrace.core.step_costs import DecodeCost, PrefillCost
 from headrace.core.worker_columns import WorkerColumns
 
@@ -377,3 +377,15 @@ def test_no_worker_says_why():
     assert "no decode worker" in empty.why
     assert "failed in this request: a" in failed.why
     assert "room for 38 tokens" in small.why
+
+
+def test_a_worker_that_has_measured_nothing_is_taken_to_be_like_the_others():
+    """Fails when a new worker is judged by assumed costs: beside a fast old one it would never be asked, so never
+    measure anything, and beside a slow one it would get every request."""
+    for factor in (0.1, 10.0):
+        old = [replace(COSTS, decode_base_s=each * factor * COSTS.decode_base_s) for each in (1.0, 2.0, 3.0)]
+        workers = [decoder(f"old-{number}", costs=costs) for number, costs in enumerate(old)]
+        columns = WorkerColumns([*workers, decoder("new", costs=ASSUMED_COSTS)])
+        assert columns.records[-1].costs == replace(COSTS, decode_base_s=2 * factor * COSTS.decode_base_s)
+        assert [record.costs for record in columns.records[:-1]] == old
+    assert WorkerColumns([decoder("alone", costs=ASSUMED_COSTS)]).records[0].costs == ASSUMED_COSTS
