@@ -140,6 +140,15 @@ def test_who_comes_back_after_it_was_dropped_must_be_read_again(told: Told):
     assert not told.observe(now_s=INDEX_SWEEP_MS / 1_000, a=1)
 
 
+def test_what_is_read_of_a_dropped_incarnation_is_left_out(told: Told):
+    told.tell(A, CHAIN)
+    told.observe(a=2)
+    told.drop_all()
+    told.blocks.found(NAMESPACE, CHAIN[0], [Owner(A, 1), Owner(B, 1)])
+    told.blocks.check_integrity()
+    assert (told.blocks.num_blocks, told.blocks.num_holders) == (1, 1)
+
+
 def test_a_sweep_of_who_is_alive_must_be_read_again_and_one_of_the_dead_drops_it(told: Told):
     told.tell(A, CHAIN)
     told.tell(B, CHAIN)
