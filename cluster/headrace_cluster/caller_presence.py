@@ -1,9 +1,10 @@
 """A caller that dies ends its calls: Ray itself lets the streams of a dead caller run on to their end, for nobody.
 
-Every process that makes calls keeps a socket open (`Presence`) and names its address in each of them. A worker holds
-one connection to each caller that it works for (`CallersPresent`) and takes the end of that connection for the end of
-the caller: a killed process closes it at once, a dead host within some seconds, by TCP's keepalive. Nothing is sent.
-A caller that cannot be reached from the beginning is taken to be there, since a call came from it just now.
+Every process that makes calls, a proxy or a gateway, keeps a socket open (`Presence`) and names its address in each of
+them. Who serves calls holds one connection to each caller that has some under way (`CallersPresent`), and takes the end
+of that connection for the end of the caller: a killed process closes it at once, a dead host within some seconds, by
+TCP's keepalive. Nothing is sent. A caller that cannot be reached from the beginning is taken to be there, since a call
+came from it just now.
 
 Knows neither what the calls are nor Ray.
 """
@@ -19,6 +20,9 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
+
+# Where a proxy writes its address in a call's metadata.
+CALLER_KEY = "headrace-caller"
 
 # A host that is gone without a word is noticed after 2 + 3 x 2 s, as late as a member's record runs out.
 KEEPALIVE_IDLE_S = 2
@@ -36,7 +40,7 @@ class Presence:
     """The caller's end. `address` opens it on first use; it closes with the process, or by `close`."""
 
     def __init__(self, host: str) -> None:
-        """host: this node's address, where workers reach it."""
+        """host: this node's address, where others reach it."""
         self._host = host
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -57,7 +61,7 @@ class Presence:
                 writer.close()
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Keep one worker's connection open until it closes it."""
+        """Keep one connection open until the other side closes it."""
         self._writers.add(writer)
         try:
             with suppress(ConnectionError):
@@ -69,7 +73,7 @@ class Presence:
 
 @dataclass(slots=True)
 class _Caller:
-    """One caller as a worker knows it."""
+    """One caller as who serves it knows it."""
 
     gone: bool = False
     calls: int = 0
@@ -78,7 +82,7 @@ class _Caller:
 
 
 class CallersPresent:
-    """The worker's end: one connection to each caller that has calls here. All methods belong to one event loop."""
+    """The other end: one connection to each caller that has calls here. All methods belong to one event loop."""
 
     def __init__(self) -> None:
         self._callers: dict[str, _Caller] = {}

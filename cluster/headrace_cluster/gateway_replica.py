@@ -3,7 +3,8 @@
 Owns the replica's life and how an error's status passes Serve's gRPC proxy. What a gateway does is in `gateway/`.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
@@ -13,6 +14,7 @@ from headrace.config import load_config
 from headrace.core.clock import SystemClock
 from headrace.gateway.refuse_call import CallRefused
 from headrace.wire.v1 import admin_pb2, inference_pb2
+from headrace_cluster.caller_presence import CALLER_KEY, CallerGone, CallersPresent
 from headrace_cluster.ray_worker_calls import RayWorkerCalls
 
 
@@ -44,6 +46,7 @@ class GatewayReplica:
     ) -> None:
         from headrace.compose import build_gateway
 
+        self._callers = CallersPresent()
         calls = RayWorkerCalls(prefill=prefill, decode=decode, clock=SystemClock())
         self._gateway = build_gateway(load_config(settings, environ={}), calls=calls)
         await self._gateway.start()
@@ -53,11 +56,10 @@ class GatewayReplica:
 
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """inference.proto."""
-        try:
-            async for event in self._gateway.inference.Generate(request, grpc_context):
+        refused = inference_pb2.GenerateEvent()
+        async with aclosing(self._stream(self._gateway.inference.Generate, request, grpc_context, refused)) as events:
+            async for event in events:
                 yield event
-        except CallRefused:
-            yield inference_pb2.GenerateEvent()
 
     async def ListModels(self, request: Any, grpc_context: Any) -> Any:
         """inference.proto."""
@@ -84,11 +86,10 @@ class GatewayReplica:
 
     async def DrainNode(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """admin.proto."""
-        try:
-            async for progress in self._gateway.admin.DrainNode(request, grpc_context):
+        refused = admin_pb2.DrainNodeProgress()
+        async with aclosing(self._stream(self._gateway.admin.DrainNode, request, grpc_context, refused)) as events:
+            async for progress in events:
                 yield progress
-        except CallRefused:
-            yield admin_pb2.DrainNodeProgress()
 
     async def Check(self, request: Any, grpc_context: Any) -> Any:
         """grpc.health.v1."""
@@ -96,11 +97,30 @@ class GatewayReplica:
 
     async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """grpc.health.v1."""
-        async for status in self._gateway.health.Watch(request, grpc_context):
-            yield status
+        async with aclosing(self._stream(self._gateway.health.Watch, request, grpc_context, None)) as statuses:
+            async for status in statuses:
+                yield status
+
+    async def _stream(
+        self, method: Callable[[Any, Any], AsyncGenerator[Any, None]], request: Any, grpc_context: Any, refused: Any
+    ) -> AsyncGenerator[Any, None]:
+        """A streaming RPC's messages for as long as its proxy lives, and `refused` at the end of a refused one."""
+        caller = dict(grpc_context.invocation_metadata()).get(CALLER_KEY, "")
+        async with (
+            aclosing(method(request, grpc_context)) as messages,
+            aclosing(self._callers.while_present(caller, messages)) as present,
+        ):
+            try:
+                async for message in present:
+                    yield message
+            except CallRefused:
+                yield refused
+            except CallerGone:
+                return
 
     async def __del__(self) -> None:
         """Serve calls this once, after the last request has ended or the grace period is over."""
         gateway = getattr(self, "_gateway", None)
         if gateway is not None:
             await gateway.stop()
+            self._callers.close()

@@ -4,8 +4,8 @@ that do not decode are refused as such (`wire/refuse_undecodable.py`).
 Runs inside Serve's proxy processes, by way of `grpc_servicer_functions`. Serve 2.60 passes a client's leaving on to the
 replica only when it comes while the proxy waits for the replica's next message. When it comes while the proxy waits for
 the network to take a message, Serve's nested generators are dropped as they are, and the worker generates for nobody
-until the end. Here the next message is always waited for, also while one is written. Its code for a replica that died
-is put right, too.
+until the end. Here the next message is always waited for, also while one is written. A stream also names this
+proxy's presence, so that it ends when the proxy dies; and Serve's code for a gateway that died is put right.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+import ray
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from ray.exceptions import ActorDiedError
 from ray.serve._private.proxy_request_response import gRPCStreamingType
@@ -24,6 +25,7 @@ from ray.serve.exceptions import RequestCancelledError
 from headrace.wire.refuse_undecodable import refuse_undecodable, refusing
 from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
 from headrace.wire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from headrace_cluster.caller_presence import CALLER_KEY, Presence
 
 Handler = Callable[[Any, Any], Any]
 HandlerFactory = Callable[..., Handler]
@@ -53,7 +55,7 @@ def _add_guarded(add: Callable[[Any, Any], None], servicer: Any, server: Any) ->
     that refuse what could not be decoded."""
     logging.getLogger("asyncio").addFilter(is_worth_a_line)
     factory = server.service_handler_factory
-    server.service_handler_factory = _guarded(factory)
+    server.service_handler_factory = _guarded(factory, Presence(ray.util.get_node_ip_address()))
     try:
         add(servicer, _Registration(server))
     finally:
@@ -83,10 +85,12 @@ class _Registration:
         self._server.add_registered_method_handlers(service, ours)
 
 
-def _guarded(factory: HandlerFactory) -> HandlerFactory:
+def _guarded(factory: HandlerFactory, presence: Presence) -> HandlerFactory:
     def make(service_method: str, streaming_type: gRPCStreamingType) -> Handler:
         handler = unavailable_when_died(factory(service_method=service_method, streaming_type=streaming_type))
-        return refusing(write_stream(handler) if streaming_type is gRPCStreamingType.UNARY_STREAM else handler)
+        if streaming_type is gRPCStreamingType.UNARY_STREAM:
+            handler = write_stream(naming_caller(handler, presence))
+        return refusing(handler)
 
     return make
 
@@ -119,6 +123,34 @@ def _correct_code(context: Any) -> None:
     ):
         context.set_code(grpc.StatusCode.UNAVAILABLE)
         context.set_details("the gateway died while it served this call; another one takes its place")
+
+
+def naming_caller(stream: Handler, presence: Presence) -> Handler:
+    """The same handler, whose call tells the gateway who must live for it to go on (`caller_presence.py`)."""
+
+    async def handle(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        named = _NamingContext(context, await presence.address())
+        async with aclosing(stream(request, named)) as messages:
+            async for message in messages:
+                yield message
+
+    return handle
+
+
+class _NamingContext:
+    """A gRPC context with one more entry of metadata, which no client can send itself."""
+
+    def __init__(self, context: Any, address: str) -> None:
+        self._context = context
+        self._address = address
+
+    def invocation_metadata(self) -> list[tuple[str, Any]]:
+        """What the client sent, and the proxy's presence."""
+        sent = [(key, value) for key, value in self._context.invocation_metadata() or () if key != CALLER_KEY]
+        return [*sent, (CALLER_KEY, self._address)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def write_stream(stream: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Handler:

@@ -7,7 +7,8 @@ import grpc
 import pytest
 from ray.exceptions import ActorDiedError
 
-from headrace_cluster.proxy_services import unavailable_when_died, write_stream
+from headrace_cluster.caller_presence import CALLER_KEY, Presence
+from headrace_cluster.proxy_services import naming_caller, unavailable_when_died, write_stream
 
 
 class Replica:
@@ -129,3 +130,24 @@ async def test_a_gateway_that_died_under_a_call_is_unavailable_and_other_failure
     assert await code_after(13, died) is grpc.StatusCode.UNAVAILABLE
     assert await code_after(grpc.StatusCode.INTERNAL, "a bug") is grpc.StatusCode.INTERNAL
     assert await code_after(grpc.StatusCode.NOT_FOUND, died) is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_stream_names_the_proxy_that_must_live_for_it_and_a_client_cannot():
+    """Fails when a gateway is not told whom it works for, or connects to where a client says."""
+
+    class Sent:
+        def invocation_metadata(self) -> list[tuple[str, str]]:
+            return [("a", "b"), (CALLER_KEY, "10.0.0.1:22")]
+
+        def peer(self) -> str:
+            return "the client"
+
+    async def stream(request: object, context: Sent) -> AsyncGenerator[object, None]:
+        yield context.invocation_metadata()
+        yield context.peer()
+
+    presence = Presence("127.0.0.1")
+    metadata, peer = [message async for message in naming_caller(stream, presence)(None, Sent())]
+    assert metadata == [("a", "b"), (CALLER_KEY, await presence.address())]
+    assert peer == "the client"
+    await presence.close()
