@@ -118,10 +118,17 @@ class AsyncHeadraceClient:
         cache: CacheOptions = ANY_CACHE,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        priority: int | None = None,
     ) -> AsyncGenerateStream:
         """As HeadraceClient.stream."""
         call = prepare_call(
-            prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
+            prompt,
+            model=model,
+            sampling=sampling,
+            cache=cache,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+            priority=priority,
         )
         started_s = time.monotonic()
         events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
@@ -136,10 +143,17 @@ class AsyncHeadraceClient:
         cache: CacheOptions = ANY_CACHE,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        priority: int | None = None,
     ) -> GenerateResult:
         """As HeadraceClient.generate."""
         async with self.stream(
-            prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
+            prompt,
+            model=model,
+            sampling=sampling,
+            cache=cache,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+            priority=priority,
         ) as stream:
             return await stream.result()
 

@@ -123,11 +123,19 @@ class HeadraceClient:
         cache: CacheOptions = ANY_CACHE,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        priority: int | None = None,
     ) -> GenerateStream:
-        """Start a request. `model` may be left out when one is served. Raises InvalidRequest at once for what cannot
-        be sent; the server's errors are raised while iterating."""
+        """Start a request. `model` may be left out when one is served; `priority` lies in -4..4 and is the tenant's
+        usual one when left out. Raises InvalidRequest at once for what cannot be sent; the server's errors are raised
+        while iterating."""
         call = prepare_call(
-            prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
+            prompt,
+            model=model,
+            sampling=sampling,
+            cache=cache,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+            priority=priority,
         )
         started_s = time.monotonic()
         events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
@@ -142,10 +150,17 @@ class HeadraceClient:
         cache: CacheOptions = ANY_CACHE,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        priority: int | None = None,
     ) -> GenerateResult:
         """Run a request to its end and return the whole."""
         with self.stream(
-            prompt, model=model, sampling=sampling, cache=cache, timeout_s=timeout_s, cache_salt=cache_salt
+            prompt,
+            model=model,
+            sampling=sampling,
+            cache=cache,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+            priority=priority,
         ) as stream:
             return stream.result()
 

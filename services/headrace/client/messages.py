@@ -17,11 +17,20 @@ SOURCE_TO_WIRE = {
 
 
 def generate_request_message(
-    prompt: Prompt, *, model: str, sampling: Sampling, cache: CacheOptions, timeout_ms: int, cache_salt: str
+    prompt: Prompt,
+    *,
+    model: str,
+    sampling: Sampling,
+    cache: CacheOptions,
+    timeout_ms: int,
+    cache_salt: str,
+    priority: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Encode a request. Raises InvalidRequest where a value cannot be sent at all (the server checks the rest)."""
     with refusing_unencodable():
-        request = inference_pb2.GenerateRequest(model=model, timeout_ms=timeout_ms, cache_salt=cache_salt)
+        request = inference_pb2.GenerateRequest(
+            model=model, timeout_ms=timeout_ms, cache_salt=cache_salt, priority=priority
+        )
         set_prompt(request, prompt)
         _set_sampling(request.sampling, sampling)
         request.cache.CopyFrom(

@@ -26,13 +26,26 @@ class PreparedCall:
 
 
 def prepare_call(
-    prompt: Prompt, *, model: str, sampling: Sampling, cache: CacheOptions, timeout_s: float | None, cache_salt: str
+    prompt: Prompt,
+    *,
+    model: str,
+    sampling: Sampling,
+    cache: CacheOptions,
+    timeout_s: float | None,
+    cache_salt: str,
+    priority: int | None = None,
 ) -> PreparedCall:
     """Encode a call. The server gets the caller's time; the transport a little more, so that the server's own typed
     answer at the deadline still arrives."""
     timeout_ms = REQUEST_TIMEOUT_MS_DEFAULT if timeout_s is None else max(1, round(timeout_s * 1e3))
     request = messages.generate_request_message(
-        prompt, model=model, sampling=sampling, cache=cache, timeout_ms=timeout_ms, cache_salt=cache_salt
+        prompt,
+        model=model,
+        sampling=sampling,
+        cache=cache,
+        timeout_ms=timeout_ms,
+        cache_salt=cache_salt,
+        priority=priority,
     )
     return PreparedCall(request=request, timeout_s=(timeout_ms + CLIENT_DEADLINE_GRACE_MS) / 1e3)
 

@@ -75,9 +75,10 @@ def test_options_arrive_at_the_server(client, small_gateway):
         cache=CacheOptions(sources=frozenset({CacheSource.GRPC}), decode_worker="d1"),
         timeout_s=12.5,
         cache_salt="tenant",
+        priority=-2,
     )
     sent = small_gateway.requests[0]
-    assert (sent.model, sent.timeout_ms, sent.cache_salt) == ("echo-1", 12_500, "tenant")
+    assert (sent.model, sent.timeout_ms, sent.cache_salt, sent.priority) == ("echo-1", 12_500, "tenant", -2)
     assert (sent.sampling.top_k, sent.sampling.seed, list(sent.sampling.stop)) == (3, 7, ["q"])
     assert list(sent.cache.sources) == [3]
     assert (sent.cache.decode_worker, sent.cache.bypass) == ("d1", False)
@@ -87,6 +88,7 @@ def test_what_is_not_set_is_left_to_the_server(client, small_gateway):
     client.generate("x")
     sampling = small_gateway.requests[0].sampling
     assert not any(sampling.HasField(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed"))
+    assert not small_gateway.requests[0].HasField("priority")
 
 
 @pytest.mark.parametrize("prompt", [[], [1, "a"], None, [-1], [2**40], [True]])
