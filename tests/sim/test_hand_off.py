@@ -250,8 +250,8 @@ def test_two_workers_that_prefill_for_each_other_do_not_wait_for_each_other():
     run_virtual(main, seed=4)
 
 
-NUM_SEEDS = 240
-SEEDS_PER_TEST = 60
+NUM_SEEDS = 200
+SEEDS_PER_TEST = 50
 
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_PER_TEST))

@@ -7,9 +7,9 @@ from simulated_engine import LAYOUT
 from test_split_load import NUM_BLOCKS, Holders, timed
 from virtual_loop import run_virtual
 
-from headrace.core.transfer_budget import TransferBudget
 from headrace.core.limits import OVERTAKE_ROUND_TRIP_MS, OVERTAKE_SHARE, OVERTAKE_WATCH_MS
 from headrace.core.step_costs import PrefillCost
+from headrace.core.transfer_budget import TransferBudget
 
 B = LAYOUT.block_tokens
 TOKENS = NUM_BLOCKS * B

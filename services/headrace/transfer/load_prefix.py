@@ -16,7 +16,6 @@ from headrace.blocks.block_codec import verify_header
 from headrace.core.block import BlockHeader, CacheSource, HashedPrompt, KvLayout
 from headrace.core.clock import Deadline
 from headrace.core.errors import BlockCorrupt, CacheFault, DeadlineExceeded, StoreUnavailable
-from headrace.core.transfer_budget import TransferBudget
 from headrace.core.limits import (
     LEASE_BLOCKS_MAX,
     LOAD_AHEAD_BYTES_MAX,
@@ -28,6 +27,7 @@ from headrace.core.limits import (
 )
 from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
 from headrace.core.retention import KEEP, Retention
+from headrace.core.transfer_budget import TransferBudget
 from headrace.transfer.run_in_thread import finish, run_in_thread, until_done
 from headrace.transfer.split_run import Holder, Piece, SplitRun
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from headrace.core.block import CacheSource, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, IndexUnavailable, WorkerUnavailable
-from headrace.core.transfer_budget import TransferBudget
 from headrace.core.generation import (
     ControlReport,
     DecodeCall,
@@ -38,6 +37,7 @@ from headrace.core.limits import (
 )
 from headrace.core.members import LearnedCosts, WorkerRecord, WorkerRole
 from headrace.core.ports import Membership, StoreNodes
+from headrace.core.transfer_budget import TransferBudget
 from headrace.engine.block_pool import Short
 from headrace.engine.engine import Admission, Engine
 from headrace.engine.event_stream import FilledBlock

@@ -1,5 +1,4 @@
-"""A real store node behind a link that is slow, stalls or drips: the answer comes, the same, and waits out no time limit.
-
+"""A real store node behind a link that is slow, stalls or drips: the answer comes, the same, without waiting.
 How soon exactly is told on virtual time, by tests/sim/test_overtake.py.
 """
 
