@@ -5,7 +5,8 @@ Owns what happens and when; where a request goes is a `RoutePolicy`'s to say, ov
 
 What is modelled, and how: a worker prefills one prompt at a time; a decode batch is a fluid (every sequence gets a
 token a step, and steps last what batch and KV make them last since the batch last changed); a host sends over one link,
-first come first served; KV of a prefill reaches the decode worker while it is computed, all but the last block.
+what is read from its memory in turn and hand-offs beside it; KV of a prefill reaches the decode worker while it is
+computed, all but the last block.
 """
 
 import heapq
@@ -82,6 +83,8 @@ class _Job:
     outcome: Outcome
     queued_s: float
     work_s: float
+    fetched_s: float = 0.0  # when what it fetches is here
+    ready_s: float = 0.0  # from when on computing would not wait for that
 
 
 @dataclass(slots=True)
@@ -188,6 +191,11 @@ class SimulatedFleet:
         plan = route(request)
         where = plan.decode if plan.prefill is None else plan.prefill
         job = _Job(request, plan, Outcome(request, where, plan.decode), self.now_s, plan.work_s)
+        if plan.fetch_to > plan.fetch_from:
+            job.fetched_s = self._begin_fetch(where, plan)
+            job.ready_s = job.fetched_s - (
+                job.work_s - float(self.model.prefill.seconds(plan.fetch_to, request.input_tokens))
+            )
         self.decodes[plan.decode] += 1
         self.decode_tokens[plan.decode] += request.input_tokens + request.output_tokens
         self.pending_s[where] += job.work_s
@@ -200,7 +208,7 @@ class SimulatedFleet:
         worker = self._workers[where]
         if worker.running is not None or not worker.waiting:
             return
-        _, _, job = heapq.heappop(worker.waiting)
+        job = self._take_ready(worker)
         worker.running = job
         self.pending_s[where] = max(0.0, self.pending_s[where] - job.work_s) if worker.waiting else 0.0
         took_s = self._compute(where, worker, job)
@@ -209,6 +217,16 @@ class SimulatedFleet:
         if worker.batch is not None:
             worker.batch.prefill_runs(True)
         self.at(self.run_end_s[where], lambda: self._computed(where, job))
+
+    def _take_ready(self, worker: _Worker) -> _Job:
+        """The first that waiting for its fetch would not hold up; if all wait for theirs, the first."""
+        waiting, passed = worker.waiting, []
+        while waiting and waiting[0][2].ready_s > self.now_s:
+            passed.append(heapq.heappop(waiting))
+        chosen = heapq.heappop(waiting) if waiting else passed.pop(0)
+        for entry in passed:
+            heapq.heappush(waiting, entry)
+        return chosen[2]
 
     def _rank(self, job: _Job) -> float:
         """The least goes first. Ageing makes all that wait better alike, so a rank never changes: a prompt that comes
@@ -227,32 +245,38 @@ class SimulatedFleet:
         worker.memory.take_private(request.input_tokens - len(held) * self.block_tokens)
         start, end = max(plan.fetch_from, own), min(plan.fetch_to, last)
         job.outcome.device_tokens = own
+        alone_s = float(cost.seconds(own, request.input_tokens)) * self._slowdown(where)
         if end <= start:
-            return float(cost.seconds(own, request.input_tokens)) * self._slowdown(where)
+            return alone_s
         # The pool may have lost blocks since the plan was made.
         there = self.hosts[plan.source].num_leading(request.chain) * self.block_tokens
         end = min(end, max(there, start))
-        fetched_s = self._fetch(where, plan, request, job.outcome, tokens=(start, end))
-        head = float(cost.seconds(own, start))
-        rest = float(cost.seconds(end, request.input_tokens))
-        return max(head * self._slowdown(where), fetched_s) + rest * self._slowdown(where)
+        head = float(cost.seconds(own, start)) * self._slowdown(where)
+        rest = float(cost.seconds(end, request.input_tokens)) * self._slowdown(where)
+        took_s = max(head, job.fetched_s - self.now_s) + rest
+        if end <= start or took_s >= alone_s:
+            return alone_s  # computing is sooner than waiting for the rest of the fetch
+        self._count_fetch(where, job, tokens=(start, end))
+        return took_s
 
-    def _fetch(
-        self, where: int, plan: RoutePlan, request: SimulatedRequest, outcome: Outcome, *, tokens: tuple[int, int]
-    ) -> float:
-        """Seconds from now until the tokens are here. Their transfer began when the request came: the link is idle or
-        not, whatever the worker does."""
-        start, end = tokens
-        moved = (end - start) * self.model.kv_token_bytes
-        outcome.host_tokens = end - start
-        self.hosts[plan.source].read(request.chain[: end // self.block_tokens])
+    def _begin_fetch(self, where: int, plan: RoutePlan) -> float:
+        """When the planned tokens will be here. The transfer takes its turn on the source's link at once, however long
+        the worker is busy; a host reads its own memory past the link."""
+        moved = (plan.fetch_to - plan.fetch_from) * self.model.kv_token_bytes
         if plan.source == where:
-            return float(moved / self.model.network.bytes_per_s)
-        outcome.fetched_bytes += moved
-        begins_s = max(request.arrival_s, self.link_free_s[plan.source])
-        ends_s = begins_s + float(self.model.network.seconds(moved))
-        self.link_free_s[plan.source] = ends_s
-        return max(0.0, float(ends_s) - self.now_s)
+            return self.now_s + float(moved / self.model.network.bytes_per_s)
+        begins_s = max(self.now_s, float(self.link_free_s[plan.source]))
+        self.link_free_s[plan.source] = begins_s + float(self.model.network.seconds(moved))
+        return float(self.link_free_s[plan.source])
+
+    def _count_fetch(self, where: int, job: _Job, *, tokens: tuple[int, int]) -> None:
+        """The tokens come from the pool: for the books, and a use of its blocks."""
+        start, end = tokens
+        source = job.plan.source
+        job.outcome.host_tokens = end - start
+        if source != where:
+            job.outcome.fetched_bytes += (end - start) * self.model.kv_token_bytes
+        self.hosts[source].read(job.request.chain[: end // self.block_tokens])
 
     def _slowdown(self, where: int) -> float:
         """A prefill beside running decodes takes longer: each takes 2 % of the worker."""
@@ -296,10 +320,12 @@ class SimulatedFleet:
         present = self._workers[decode].memory.num_leading(job.request.chain) * self.block_tokens
         moved = max(0, job.request.input_tokens - present) * self.model.kv_token_bytes
         last = min(moved, self.block_tokens * self.model.kv_token_bytes)
-        # All but the last block went out while the prompt was computed; the link was busy with it that long.
-        free_s = max(self.link_free_s[where], self.now_s)
-        self.link_free_s[where] = free_s + last / self.model.network.bytes_per_s
-        arrives_s = free_s + float(self.model.network.seconds(last))
+        # All but the last block went out while the prompt was computed. The last shares the link with what the host
+        # sends to others, half each: it does not wait behind a long transfer.
+        took_s = last / self.model.network.bytes_per_s
+        shared = 2.0 if self.link_free_s[where] > self.now_s else 1.0
+        self.link_free_s[where] = max(self.link_free_s[where], self.now_s) + took_s
+        arrives_s = self.now_s + (self.model.network.round_trip_s + took_s * shared) * (moved > 0)
         job.outcome.fetched_bytes += moved
         self.at(arrives_s, lambda: batch.join(job.outcome))
 

@@ -1,5 +1,7 @@
 """Traces that are made up have the sharing and the times that their shape says, and read back as they were written."""
 
+from itertools import pairwise
+
 import pytest
 
 from headrace.core.errors import InvalidRequest
@@ -97,3 +99,15 @@ def test_a_setting_that_is_none_is_refused_by_name():
     for wrong in ("turn=3", "turns=x", "turns=0", "gap_s=nan"):
         with pytest.raises(InvalidRequest, match=wrong.partition("=")[0]):
             parse_shape((wrong,))
+
+
+def test_requests_of_a_conversation_carry_its_number_and_others_none():
+    """Fails when two conversations look like one: each would seem to reuse the other."""
+    trace = make(Workload.MULTI_TURN, turn_tokens=1_000)
+    turns: dict[int, list[tuple[int, ...]]] = {}
+    for request in trace.requests:
+        turns.setdefault(request.conversation, []).append(request.block_ids)
+    assert -1 not in turns
+    assert all(after[: len(before)] == before for ids in turns.values() for before, after in pairwise(ids))
+    assert max(map(len, turns.values())) == WorkloadShape().turns
+    assert {request.conversation for request in make(Workload.SHARED_PREFIX).requests} == {-1}

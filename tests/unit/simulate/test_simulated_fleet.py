@@ -154,3 +154,40 @@ def test_waiting_longer_outweighs_being_short():
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_profiles_can_be_read(name: str):
     assert read_cluster(name).name == name
+
+
+def make_pool(**changes) -> SimulatedFleet:
+    """Two prefill workers, of which worker 1's memory has a chain that worker 0 does not."""
+    model = replace(ONE_EACH, prefill_workers=2, host_tokens=10_000, **changes)
+    fleet = SimulatedFleet(model, block_tokens=BLOCK)
+    fleet.hosts[1].add((1, 2, 3))
+    return fleet
+
+
+def fetching(source: int, tokens: int) -> RoutePlan:
+    return RoutePlan(0, 2, 0.05, 0, tokens, source)
+
+
+def test_a_fetch_takes_its_turn_on_the_link_from_the_moment_a_request_comes():
+    """300 tokens of 1,000 bytes at 2 MB/s: 0.15 s, then 50 tokens to compute."""
+    fleet = make_pool(network=LinkCost(bytes_per_s=2e6, round_trip_s=0.0))
+    (outcome,) = fleet.run([make_request(0, 0.0, (1, 2, 3))], lambda request: fetching(1, 300))
+    assert outcome.host_tokens == 300
+    assert outcome.ttft_s == pytest.approx(0.150 + 0.050 + BLOCK * 1_000 / 2e6 + 0.010, rel=0.01)
+
+
+def test_a_prompt_is_computed_when_its_fetch_would_come_later():
+    """At 0.1 MB/s the fetch takes 3 s; 350 tokens take 0.35 s."""
+    fleet = make_pool(network=LinkCost(bytes_per_s=1e5, round_trip_s=0.0), kv_token_bytes=1_000)
+    (outcome,) = fleet.run([make_request(0, 0.0, (1, 2, 3))], lambda request: fetching(1, 300))
+    assert outcome.host_tokens == 0
+    assert fleet.busy_s[0] == pytest.approx(0.350)
+
+
+def test_a_worker_computes_who_is_ready_while_another_waits_for_its_fetch():
+    fleet = make_pool(network=LinkCost(bytes_per_s=1.5e6, round_trip_s=0.0))
+    plans = [RoutePlan(0, 2, 0.15), fetching(1, 300), RoutePlan(0, 2, 0.15)]
+    requests = [make_request(0, 0.0, (9,)), make_request(1, 0.001, (1, 2, 3)), make_request(2, 0.002, (8,))]
+    outcomes = {o.request.number: o for o in fleet.run(requests, lambda request: plans[request.number])}
+    assert outcomes[1].host_tokens == 300
+    assert outcomes[2].ttft_s < outcomes[1].ttft_s, "the GPU stood still for a fetch"
