@@ -95,7 +95,7 @@ class Reply:
 
 
 class TestWorker:
-    """One worker of role BOTH."""
+    """One worker, of role BOTH unless it says otherwise."""
 
     __test__ = False
 
@@ -200,7 +200,12 @@ async def make_worker(
     free_models = list(tiny_models)
 
     async def make(
-        worker_id: str, *, near: bool = True, members: Membership | None = None, model: LoadedModel | None = None
+        worker_id: str,
+        *,
+        near: bool = True,
+        members: Membership | None = None,
+        model: LoadedModel | None = None,
+        role: WorkerRole = WorkerRole.BOTH,
     ) -> TestWorker:
         model = model or free_models.pop()
         block_tokens = model.namespace.layout.block_tokens
@@ -214,7 +219,7 @@ async def make_worker(
         table = StoreNodeTable(host=host, membership=members or membership, clock=CLOCK, report_fault=faults.append)
         worker = Worker(
             worker_id=WorkerId(worker_id),
-            role=WorkerRole.BOTH,
+            role=role,
             host=host,
             engine=engine,
             nodes=table,

@@ -1,11 +1,13 @@
 """A whole system in one process and without Ray: a real gateway over real workers."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from headrace.config import GatewaySettings
+from headrace.config import EngineSettings, GatewaySettings, ModelSettings
+from headrace.core.block import HashAlgorithm
 from headrace.core.clock import SystemClock
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import (
@@ -18,11 +20,13 @@ from headrace.core.generation import (
     EvictSelector,
     PrefillCall,
     PrefillResult,
+    WorkerId,
 )
 from headrace.core.members import WorkerRecord
 from headrace.core.ports import BlockIndex, Membership
 from headrace.core.tenants import Tenant
 from headrace.decode.decode_tokens import decode_tokens
+from headrace.engine.load_model import LoadedModel, load_model
 from headrace.gateway.route_request import ChoiceToken
 from headrace.gateway.service import Accepted, GatewayService
 from headrace.prefill.prefill_prompt import prefill_prompt
@@ -38,11 +42,15 @@ class DirectCalls:
 
     def __init__(self) -> None:
         self.workers: dict[str, TestWorker] = {}
+        self.prefills: list[PrefillCall] = []
+        self.decodes: list[DecodeCall] = []
 
     async def prefill(self, call: PrefillCall) -> PrefillResult:
+        self.prefills.append(call)
         return await prefill_prompt(call, self._of(call.worker_id).worker)
 
     async def decode(self, call: DecodeCall) -> AsyncIterator[DecodeEvent]:
+        self.decodes.append(call)
         async with aclosing(decode_tokens(call, self._of(call.worker_id).worker)) as events:
             async for event in events:
                 yield event
@@ -78,16 +86,25 @@ class SmallSystem:
     calls: DirectCalls = field(default_factory=DirectCalls)
 
     async def ask(
-        self, token_ids: list[int], *, group: str = "", cache: CacheControl = EVERYTHING, max_tokens: int = 2
+        self,
+        token_ids: list[int],
+        *,
+        model: str = "",
+        group: str = "",
+        cache: CacheControl = EVERYTHING,
+        max_tokens: int = 2,
+        timeout_ms: int = 30_000,
+        prefill_worker: str | None = None,
     ) -> Answered:
         """Greedy tokens through the gateway. Raises what a client would be told."""
         clock = SystemClock()
         request = ClientRequest(
-            model="",
+            model=model,
             prompt=TokenPrompt(tuple(token_ids)),
             sampling=SamplingOptions(max_tokens=max_tokens, ignore_eos=True),
             cache=cache,
-            timeout_ms=30_000,
+            timeout_ms=timeout_ms,
+            prefill_worker=prefill_worker and WorkerId(prefill_worker),
         )
         answer: list[int] = []
         began_s, began_cpu_s = clock.now_s(), time.process_time()
@@ -103,6 +120,19 @@ class SmallSystem:
         return Answered(
             tuple(answer), finished.usage.cached, finished.worker_id, first_s - began_s, first_cpu_s - began_cpu_s
         )
+
+    async def announced(self, *workers: TestWorker) -> None:
+        """Have the gateway know how busy these are, and what they have measured, as of now."""
+        for tested in workers:
+            await tested.worker._announce()
+        await self.gateway.refresh()
+
+    async def listed(self, *worker_ids: str) -> None:
+        """Wait until the gateway knows exactly these workers."""
+        async with asyncio.timeout(10):
+            while {record.worker_id for record in self.gateway.table.live()} != set(worker_ids):
+                await self.gateway.refresh()
+                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -122,3 +152,20 @@ async def small_system(
         await gateway.stop()
         assert gateway.inflight == 0
         assert not gateway.table.in_flight_counts()
+
+
+def load_again(model: LoadedModel, *, block_tokens: int, pool_blocks: int, path: str = "") -> LoadedModel:
+    """The same weights (or those under another path) with a pool of its own."""
+    return load_model(
+        ModelSettings(
+            model=path or str(model.path),
+            device="cpu",
+            torch_threads=1,
+            model_cache_dir=str(model.path / "cache"),
+            dtype="float32",
+        ),
+        EngineSettings(block_tokens=block_tokens, pool_tokens=pool_blocks * block_tokens),
+        trust_group="tests",
+        hash_algorithm=HashAlgorithm.XXH3_128,
+        report=lambda line: None,
+    )

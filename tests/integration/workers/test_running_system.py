@@ -4,27 +4,17 @@ import asyncio
 
 import grpc.aio
 
-from headrace.config import EngineSettings, ModelSettings
-from headrace.core.block import HashAlgorithm, HashedPrompt
+from headrace.core.block import HashedPrompt
 from headrace.core.errors import StoreUnavailable
 from headrace.core.generation import CacheControl
-from headrace.engine.load_model import LoadedModel, load_model
 from headrace.gateway.examine_system import examine_system
 from headrace.gateway.fleet import Fleet
 from headrace.index.memory_index import MemoryIndex
 from headrace.store.service import StoreNodeService
 
-from .gateway_kit import SmallSystem, small_system
+from .gateway_kit import SmallSystem, load_again, small_system
 
 B = 8
-
-
-async def listed(system: SmallSystem, *worker_ids: str) -> None:
-    """Wait until the gateway knows exactly these workers."""
-    async with asyncio.timeout(10):
-        while {record.worker_id for record in system.gateway.table.live()} != set(worker_ids):
-            await system.gateway.refresh()
-            await asyncio.sleep(0.01)
 
 
 async def test_workers_that_come_back_with_another_block_size_hit_again_and_never_falsely(
@@ -39,12 +29,12 @@ async def test_workers_that_come_back_with_another_block_size_hit_again_and_neve
         await system.ask(head)
         await old.published()
         assert (await system.ask(head)).cached.total == 5 * B
-        new = await make_worker("new", model=with_blocks_of(2 * B, tiny_models[0]))
+        new = await make_worker("new", model=load_again(tiny_models[0], block_tokens=2 * B, pool_blocks=48))
         system.calls.workers["new"] = new
-        await listed(system, "new", "old")
+        await system.listed("new", "old")
         assert "block_tokens differ" in (await ills(system))["namespace"]
         await old.worker.stop()
-        await listed(system, "new")
+        await system.listed("new")
         for cached in (0, 2 * 2 * B, 2 * 2 * B):
             answered = await system.ask(head)
             assert (answered.token_ids, answered.cached.total) == (cold.token_ids, cached)
@@ -76,7 +66,7 @@ async def test_stopping_a_worker_again_and_again_under_tiny_calls_fails_none(
             for number in range(12):
                 leaving = await make_worker(f"leave-{number}", model=tiny_models[0])
                 system.calls.workers[leaving.worker.worker_id] = leaving
-                await listed(system, "stay", leaving.worker.worker_id)
+                await system.listed("stay", leaving.worker.worker_id)
                 await asyncio.sleep(0.1)
                 await leaving.worker.stop()
             stopped.set()
@@ -88,7 +78,7 @@ async def test_a_warm_prompt_goes_to_the_worker_beside_its_blocks(store_node, ma
     on the host of the node that holds the prompt."""
     near, far = await make_worker("near"), await make_worker("far", near=False)
     async with small_system(near, far, index=store_node._index, membership=membership) as system:
-        await listed(system, "near", "far")
+        await system.listed("near", "far")
         for number in range(3):
             token_ids = prompts(6 * B, salt=30 + number)
             await near.decode(token_ids)
@@ -105,7 +95,7 @@ async def test_a_worker_whose_blocks_nobody_keeps_is_reported(make_worker, membe
     alone = await make_worker("alone")
     index = MemoryIndex(membership)
     async with small_system(alone, index=index, membership=membership) as system:
-        await listed(system, "alone")
+        await system.listed("alone")
         ill = await ills(system)
         assert "has no store node" in ill["worker"]
         assert "none is announced" in ill["store nodes"]
@@ -129,20 +119,3 @@ async def indexed(store_node: StoreNodeService, prompt: HashedPrompt) -> None:
             if match.num_blocks == len(prompt.chain):
                 return
             await asyncio.sleep(0.01)
-
-
-def with_blocks_of(block_tokens: int, model: LoadedModel) -> LoadedModel:
-    """The same weights with blocks of another length."""
-    return load_model(
-        ModelSettings(
-            model=str(model.path),
-            device="cpu",
-            torch_threads=1,
-            model_cache_dir=str(model.path / "cache"),
-            dtype="float32",
-        ),
-        EngineSettings(block_tokens=block_tokens, pool_tokens=48 * block_tokens),
-        trust_group="tests",
-        hash_algorithm=HashAlgorithm.XXH3_128,
-        report=lambda line: None,
-    )
