@@ -29,7 +29,7 @@ from headrace.core.generation import (
     PrefillResult,
     WorkerId,
 )
-from headrace.core.members import WorkerRole
+from headrace.core.members import WorkerRecord, WorkerRole
 from headrace.core.ports import WorkerCalls
 
 Report = Callable[[str], None]
@@ -121,6 +121,11 @@ class Worker:
     def healthy(self) -> bool:
         """Whether a call sent now can be served."""
         return bool(self._worker.healthy())
+
+    def record(self) -> WorkerRecord:
+        """Who it is and how loaded it is now."""
+        record: WorkerRecord = self._worker.record()
+        return record
 
 
 def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
