@@ -6,7 +6,7 @@ from headrace.core.members import PrefixMatch
 from headrace.index.index_mirror import IndexMirror, Pace
 from headrace.index.redis_index import RedisIndex
 
-AT_ONCE = Pace(wait_ms=0, liveness_ms=0, audit_ms=0, reread_ms=0, retry_ms=0)
+AT_ONCE = Pace(wait_ms=0, gather_ms=0, liveness_ms=0, audit_ms=0, reread_ms=0, retry_ms=0)
 STEPS_MAX = 300
 
 

@@ -357,9 +357,14 @@ INDEX_MIRROR_EVENTS = 32
 # How long one reading waits for an event. It must end well within INDEX_TIMEOUT_MS, or quiet would pass for an outage.
 INDEX_MIRROR_WAIT_MS = 100
 
-# How often a mirror looks who is alive (1,000 holders: 1 ms of Redis's time), and whether events were lost without a
-# trace.
-INDEX_MIRROR_LIVENESS_MS = 250
+# After events have come, others are let gather for this long: on a busy index a mirror is woken 200 times a second and
+# not for every event. With 32 events of a shard in one reply it keeps up with 6,400 a second, and without the pause
+# when there are more.
+INDEX_MIRROR_GATHER_MS = 5
+
+# How often a mirror looks who is alive (2 ms of Redis's time for 1,000 holders, so ten gateways take 4 % of it), and
+# whether events were lost without a trace. Of a new holder or incarnation it asks at once.
+INDEX_MIRROR_LIVENESS_MS = 500
 INDEX_MIRROR_AUDIT_MS = 1_000
 
 # A mirror that was level with Redis this lately answers by itself; after that Redis is asked first. When Redis does not

@@ -36,6 +36,7 @@ from headrace.core.limits import (
     INDEX_MIRROR_BLOCKS_MAX,
     INDEX_MIRROR_EVENTS,
     INDEX_MIRROR_FRESH_MS,
+    INDEX_MIRROR_GATHER_MS,
     INDEX_MIRROR_KEEP_MS,
     INDEX_MIRROR_LIVENESS_MS,
     INDEX_MIRROR_REREAD_MS,
@@ -74,6 +75,7 @@ class Pace:
     """How often things are looked at; the defaults are the limits. Tests that drive `step` look each time."""
 
     wait_ms: int = INDEX_MIRROR_WAIT_MS
+    gather_ms: int = INDEX_MIRROR_GATHER_MS
     liveness_ms: int = INDEX_MIRROR_LIVENESS_MS
     audit_ms: int = INDEX_MIRROR_AUDIT_MS
     reread_ms: int = INDEX_MIRROR_REREAD_MS
@@ -290,6 +292,8 @@ class IndexMirror:
         if is_all and is_whole:
             self._state = _State.FOLLOWING
             self._level_s = self._clock.now_s()
+            if happened and not self._blocks.has_unobserved:
+                await asyncio.sleep(self._pace.gather_ms / 1_000)
 
     def _take(self, each: Happened) -> None:
         if each.event is not None and not self._blocks.apply(each.shard, each.event):
