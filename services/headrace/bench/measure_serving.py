@@ -119,7 +119,8 @@ def plan_workload(
         chosen = at_rate(trace, workload.rate, requests_max=bounds.requests_max)
     else:
         trace = _make_trace(workload, bounds)
-        chosen = at_rate(trace, None, requests_max=None)
+        # Conversations take a while until they overlap as they do later on: a short load would be too light.
+        chosen = at_rate(trace, workload.rate or RATE_DEFAULT, requests_max=None)
     shape = shape_prompts(
         block_tokens=trace.block_tokens,
         prompt_tokens_max=max(request.input_tokens for request in chosen),

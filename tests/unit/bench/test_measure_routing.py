@@ -38,6 +38,12 @@ def test_workers_have_parts_of_a_prompt_as_described():
     assert match.of("node:n3") == max(match.of(record.holder_id) for record in on_host)
 
 
+def test_somebody_has_all_of_each_prompt_however_few_workers_there_are():
+    for seed in range(5):
+        population = _Population(2, blocks=64, seed=seed)
+        assert [population._look_up(request).num_blocks for request in population._requests] == [64] * 4
+
+
 def test_the_seed_decides_the_population():
     first, second, other = (_Population(50, blocks=64, seed=seed) for seed in (1, 1, 2))
     assert first._requests == second._requests

@@ -10,6 +10,7 @@ from headrace.bench.measure_serving import Workload, plan_workload
 from headrace.bench.planned_requests import at_rate, plan_texts, plan_trace, read_texts, shape_prompts
 from headrace.client import ServedModel
 from headrace.core.errors import InvalidRequest
+from headrace.simulate import generate_trace as made
 from headrace.simulate.read_trace import Trace, TracedRequest
 
 
@@ -51,7 +52,7 @@ def test_prompts_share_exactly_the_blocks_that_their_ids_share():
     assert shared(first, third) == 0
 
 
-@pytest.mark.parametrize("context", [60, 101, 130])
+@pytest.mark.parametrize("context", [60, 107, 130])
 def test_scaled_prompts_fit_the_context_and_share_in_the_same_proportion(context):
     """Fails when a prompt and its output exceed the context, or scaling moves a block away from its like."""
     planned = list(plan_trace(REQUESTS, make_shape(context_tokens_max=context, output_tokens_max=20)))
@@ -105,6 +106,14 @@ def test_turns_of_a_conversation_repeat_what_was_before_and_carry_its_name():
     followed = [(a, b) for prompts in turns.values() for a, b in pairwise(prompts)]
     assert all(shared(before, after) >= len(before) - 16 for before, after in followed)
     assert len({prompts[0][:256] for prompts in turns.values()}) == 4
+
+
+@pytest.mark.parametrize("kind", list(made.Workload))
+def test_a_short_load_is_as_heavy_as_it_was_asked_to_be(kind):
+    """Fails when conversations that have just begun make the first minute lighter than the rate."""
+    times = [request.arrival_s for request in plan(Workload(rate=5.0, kind=kind), requests=40)]
+    assert (len(times), times[0]) == (40, 0.0)
+    assert 39 / times[-1] == pytest.approx(5.0)
 
 
 def test_what_is_made_up_comes_at_its_rate_until_the_time_is_over():
