@@ -1,0 +1,146 @@
+"""Parts of a live system that are killed or paused while requests run, and what every such request's client sees."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+from local_system import LocalSystem, wait_until
+
+from headrace.client.values import COLD, Sampling, TokenDelta
+from headrace.core.errors import HeadraceError
+from headrace_cluster.local_instance import processes_of
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one stream ended: its tokens, and the error after them if there was one."""
+
+    token_ids: tuple[int, ...]
+    error: HeadraceError | None
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Prompts with the answers of a quiet run, and how their streams ended while something happened."""
+
+    expected: Sequence[tuple[int, ...]]
+    ended: Sequence[Ended]
+
+    @property
+    def cut_off(self) -> list[Ended]:
+        return [each for each in self.ended if each.error is not None]
+
+    def check_every_token(self) -> None:
+        """What was answered, whole or cut off, is what the quiet run answered: nothing lost, doubled or exchanged."""
+        for quiet, each in zip(self.expected, self.ended, strict=True):
+            assert each.token_ids == quiet[: len(each.token_ids)]
+            assert each.error is not None or each.token_ids == quiet
+
+
+def stream_while(
+    system: LocalSystem, prompts: Sequence[list[int]], do: Callable[[], None], *, max_tokens: int, timeout_s: float = 30
+) -> Streams:
+    """Run all prompts' streams at once, and `do` when half of them have their first token."""
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    begun = threading.Semaphore(0)
+
+    def quiet(prompt: list[int]) -> tuple[int, ...]:
+        return system.client.generate(prompt, sampling=sampling, cache=COLD, timeout_s=60).token_ids
+
+    def stream(prompt: list[int]) -> Ended:
+        token_ids: list[int] = []
+        began_s, error = time.monotonic(), None
+        try:
+            for event in system.client.stream(prompt, sampling=sampling, timeout_s=timeout_s):
+                if isinstance(event, TokenDelta):
+                    token_ids.append(event.token_id)
+                    if len(token_ids) == 1:
+                        begun.release()
+        except HeadraceError as failed:
+            error = failed
+        return Ended(tuple(token_ids), error, time.monotonic() - began_s)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = list(pool.map(quiet, prompts))
+        streams = [pool.submit(stream, prompt) for prompt in prompts]
+        for _ in range(len(prompts) // 2):
+            assert begun.acquire(timeout=timeout_s), "half of the streams have not begun"
+        do()
+        return Streams(expected, [each.result() for each in streams])
+
+
+@contextmanager
+def long_streams(system: LocalSystem, count: int = 4) -> Iterator[None]:
+    """So many streams that would run for many seconds, each of which has begun; they end with the scope at last."""
+    sampling = Sampling(max_tokens=1_900, ignore_eos=True)
+    streams = [system.client.stream([40 + number] * 20, sampling=sampling, cache=COLD) for number in range(count)]
+    readers = [iter(stream) for stream in streams]
+    for reader in readers:
+        next(reader), next(reader)
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def sequences_on(ports: Sequence[int]) -> int:
+    """Sequences on the workers of these metrics ports, asked directly: without proxy, gateway or announcement."""
+    pages = [httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text for port in ports]
+    counts = [
+        count for page in pages for count in re.findall(r"^headrace_engine_sequences{.*} (\S+)$", page, re.MULTILINE)
+    ]
+    assert len(counts) == 2 * len(ports)
+    return int(sum(map(float, counts)))
+
+
+def wait_until_idle(system: LocalSystem) -> None:
+    """No sequence on any worker. What a killed worker had leased in the store ends by its time limit only."""
+    ports = metrics_ports(system)
+    wait_until(lambda: sequences_on(ports) == 0, within_s=4, what="no worker busy")
+
+
+def metrics_ports(system: LocalSystem) -> list[int]:
+    return [worker.metrics_port for worker in system.client.status().workers]
+
+
+def kill_and_see_the_work_end(pid: int, ports: Sequence[int]) -> None:
+    """Kill whoever stands between workers and clients, and wait for the end of what the workers did for him."""
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: sequences_on(ports) == 0, within_s=4, what=f"no worker busy after {pid} was killed")
+
+
+def pids_of(system: LocalSystem, part: str) -> list[int]:
+    """Processes of the system whose title begins with `ray::` and this, say `ServeController`."""
+    return [pid for pid, title in processes_of(system.state.instance_id).items() if title.startswith(f"ray::{part}")]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def wait_until_replaced(system: LocalSystem, worker_id: str, *, role: str, of: int) -> None:
+    """As many workers of the role as before, and this one is not among them."""
+
+    def replaced() -> bool:
+        now = system.worker_ids(role)
+        return len(now) == of and worker_id not in now
+
+    wait_until(replaced, within_s=60, what=f"{of} {role} workers again after {worker_id} was killed")

@@ -1,0 +1,58 @@
+"""More callers than a small system can serve: each is answered or told to come back, and soon all is well again."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from urllib.parse import urlsplit
+
+from live_load import ask_all, make_token_ids, wait_until_at_rest
+from local_system import LocalSystem, wait_until
+
+CALLERS = 1_000
+
+
+def test_a_thousand_callers_at_once_are_answered_or_told_to_come_back(system: LocalSystem):
+    """Fails when the front door breaks or hangs under a thousand connections, or a refusal does not say when to come
+    back; and when the system is not well ten seconds after."""
+    model = system.client.list_models()[0].id
+    base = system.state.http_url
+    prompts = [make_token_ids(40, seed=130_000 + number) for number in range(8)]
+    before = [result.token_ids for result in ask_all(system, prompts)]
+    bodies = [json.dumps({"model": model, "prompt": prompt, "max_tokens": 1}).encode() for prompt in prompts]
+
+    async def call(number: int) -> tuple[int, bool]:
+        """Status, and whether there was a Retry-After."""
+        head, _ = await post(base, "/v1/completions", bodies[number % len(bodies)])
+        lines = head.decode().lower().splitlines()
+        return int(lines[0].split()[1]), any(line.startswith("retry-after:") for line in lines)
+
+    async def storm() -> list[tuple[int, bool]]:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*(call(number) for number in range(CALLERS)))
+
+    answers = asyncio.run(storm())
+    counted = Counter(status for status, _ in answers)
+    assert counted.keys() <= {200, 429, 503}, counted
+    assert counted[200] >= 200, counted
+    assert all(retry for status, retry in answers if status != 200)
+    ended_s = time.monotonic()
+    assert [result.token_ids for result in ask_all(system, prompts)] == before
+    assert time.monotonic() - ended_s < 10
+    wait_until_at_rest(system)
+    wait_until(lambda: len(system.worker_ids("decode")) == 2, within_s=1, what="every worker still a member")
+
+
+async def post(base: str, path: str, body: bytes) -> tuple[bytes, bytes]:
+    """One request on a connection of its own; head and body of the reply."""
+    address = urlsplit(base)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        head = f"POST {path} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        reply = await reader.read()
+    finally:
+        writer.close()
+    head, _, rest = reply.partition(b"\r\n\r\n")
+    return head, rest

@@ -1,0 +1,106 @@
+"""Parts of the system are killed under load: nothing accepted is lost without a word, and all is well soon after."""
+
+import time
+
+from dying_parts import (
+    kill,
+    kill_and_see_the_work_end,
+    long_streams,
+    metrics_ports,
+    pids_of,
+    stream_while,
+    wait_until_idle,
+    wait_until_replaced,
+)
+from live_load import ask, ask_all, cold_ids, make_token_ids, wait_until_at_rest
+from local_system import BLOCK_TOKENS, LocalSystem, wait_until
+
+from headrace.client.errors import GatewayUnreachable
+from headrace.core.errors import HeadraceError, WorkerUnavailable
+
+HIT = 5 * BLOCK_TOKENS  # of the prompts below
+
+
+def make_prompts(count: int, *, seed: int) -> list[list[int]]:
+    return [make_token_ids(HIT + 1, seed=seed + number) for number in range(count)]
+
+
+def members(system: LocalSystem) -> list[tuple[str, int]]:
+    return sorted((worker.worker_id, worker.pid) for worker in system.client.status().workers)
+
+
+def test_twenty_streams_lose_one_of_two_decode_workers_and_only_what_it_had_begun_is_cut_off(system: LocalSystem):
+    """Fails when a stream without a token fails instead of being tried at the other worker, a stream of the other
+    worker is touched, or tokens are lost or doubled on the way."""
+    (killed, _), prompts = system.worker_ids("decode"), make_prompts(20, seed=150_000)
+    pid = system.worker_pid(killed)
+    streams = stream_while(system, prompts, lambda: kill(pid), max_tokens=100)
+    streams.check_every_token()
+    for each in streams.cut_off:
+        assert isinstance(each.error, WorkerUnavailable)
+        assert killed in str(each.error)
+        assert each.token_ids, "it had no token yet and could be tried again"
+    assert len(streams.cut_off) < 20
+    wait_until_replaced(system, killed, role="decode", of=2)
+    wait_until_idle(system)
+
+
+def test_the_gateway_killed_under_load_is_back_in_seconds_and_hits_as_before(system: LocalSystem):
+    """Fails when its requests hang or end in something that no client knows to try again, the workers go on for nobody,
+    or the new gateway has to learn anew who holds what."""
+    prompts = make_prompts(20, seed=151_000)
+    warm = [result.token_ids for result in ask_all(system, prompts)]
+    (killed,) = pids_of(system, "ServeReplica:headrace:Gateway")
+    ports = metrics_ports(system)
+    with long_streams(system):
+        streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=60)
+    streams.check_every_token()
+    assert streams.cut_off
+    assert all(isinstance(each.error, GatewayUnreachable) for each in streams.cut_off)
+    again = ask_all(system, prompts)
+    assert [result.token_ids for result in again] == warm
+    assert [result.usage.cached.total for result in again] == [HIT] * 20
+    assert killed not in pids_of(system, "ServeReplica:headrace:Gateway")
+    wait_until_at_rest(system)
+
+
+def test_the_controller_killed_under_load_touches_no_stream_and_no_worker(system: LocalSystem):
+    """Fails when traffic needs Serve's controller, status tells of an update that is none, or the new controller starts
+    workers anew that run."""
+    before, prompts = members(system), make_prompts(8, seed=152_000)
+    (killed,) = pids_of(system, "ServeController")
+    streams = stream_while(system, prompts, lambda: kill(killed), max_tokens=100)
+    streams.check_every_token()
+    assert not streams.cut_off
+    assert members(system) == before
+
+    def is_back() -> bool:
+        return pids_of(system, "ServeController") not in ([], [killed])
+
+    wait_until(is_back, within_s=30, what="another controller")
+    assert [result.token_ids for result in ask_all(system, prompts)] == [each[:8] for each in streams.expected]
+    assert members(system) == before
+
+
+def test_the_proxy_killed_under_load_is_back_soon_and_nothing_runs_on_behind_it(system: LocalSystem):
+    """Fails when the front door stays shut for long, or the workers go on for clients that were cut off."""
+    before, prompts = members(system), make_prompts(8, seed=153_000)
+    expected = cold_ids(system, prompts[:1])
+    (killed,) = pids_of(system, "ProxyActor")
+    ports = metrics_ports(system)
+    with long_streams(system):
+        streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=60)
+    streams.check_every_token()
+    assert all(isinstance(each.error, GatewayUnreachable) for each in streams.cut_off)
+    began_s = time.monotonic()
+
+    def answers() -> bool:
+        try:
+            return [ask(system, prompts[0], timeout_s=5).token_ids] == expected
+        except HeadraceError:
+            return False
+
+    wait_until(answers, within_s=30, what="answers through another proxy")
+    print(f"the proxy was away for {time.monotonic() - began_s:.1f} s")
+    wait_until_at_rest(system)
+    assert members(system) == before
