@@ -77,13 +77,14 @@ class CandidateCosts:
         self._num_tokens = len(prompt.token_ids)
         sources = request.cache.sources
         nothing: Ints = np.zeros(len(columns), dtype=np.int64)
-        both = (snapshot.match, snapshot.expected)
-        device = (
-            np.maximum(*(columns.device_blocks(each) for each in both)) if CacheSource.DEVICE in sources else nothing
-        )
-        shared = nothing
-        if CacheSource.SHARED_MEMORY in sources:
-            shared = np.maximum(*(columns.shared_blocks(each) for each in both))
+        match, expected = snapshot.match, snapshot.expected
+        device = columns.device_blocks(match) if CacheSource.DEVICE in sources else nothing
+        shared = columns.shared_blocks(match) if CacheSource.SHARED_MEMORY in sources else nothing
+        self.indexed_blocks: Ints = np.maximum(device, shared)  # at hand now, as the index believes
+        if expected.num_blocks_by_holder and CacheSource.DEVICE in sources:
+            device = np.maximum(device, columns.device_blocks(expected))
+        if expected.num_blocks_by_holder and CacheSource.SHARED_MEMORY in sources:
+            shared = np.maximum(shared, columns.shared_blocks(expected))
         self.device_tokens: Ints = device * prompt.block_tokens
         self.held_tokens: Ints = np.maximum(device, shared) * prompt.block_tokens  # without a network
         far_blocks, self.far_nodes = _longest_elsewhere(snapshot.match) if CacheSource.GRPC in sources else (0, ())
@@ -197,20 +198,20 @@ class CandidateCosts:
             least = np.minimum(least, near)
         return least
 
-    def hand_off_s(self, prefill: int) -> Floats:
-        """For each decode worker: seconds from the prefill worker's last block to the first token; infinite where it
-        cannot read them. What was published before has come meanwhile, as far as there was time for it."""
+    def hand_off_s(self, prefill: int, decoders: Ints) -> Floats:
+        """For each of these decode workers: seconds from the prefill worker's last block to the first token; infinite
+        where it cannot read them. What was published before has come meanwhile, as far as there was time for it."""
         columns, sources = self.columns, self._request.cache.sources
-        near_s, far_s = self.block_s(prefill)
-        same = columns.maps_node & (columns.node == columns.node[prefill]) & (columns.node >= 0)
-        near_s = np.where(same, near_s, np.inf) if CacheSource.SHARED_MEMORY in sources else np.full(len(same), np.inf)
-        far_s = far_s if CacheSource.GRPC in sources else np.full(len(same), np.inf)
-        block_s = np.minimum(near_s, far_s)
-        missing_blocks = np.maximum(self._num_tokens - self.device_tokens, 0) // self._request.prompt.block_tokens
-        late_s = np.maximum(self.queue_s, missing_blocks * block_s) - self.scores.ttft_s[prefill]
-        seconds: Floats = np.maximum(late_s, 0.0) + block_s + self.tail_s()
-        seconds[prefill] = np.inf
-        return seconds
+        near_s, far_s = (block_s[decoders] for block_s in self.block_s(prefill))
+        node = columns.node[decoders]
+        same = columns.maps_node[decoders] & (node == columns.node[prefill]) & (node >= 0)
+        block_s: Floats = np.where(same & (CacheSource.SHARED_MEMORY in sources), near_s, np.inf)
+        if CacheSource.GRPC in sources:
+            block_s = np.minimum(block_s, far_s)
+        missing = np.maximum(self._num_tokens - self.device_tokens[decoders], 0) // self._request.prompt.block_tokens
+        late_s = np.maximum(self.queue_s[decoders], missing * np.minimum(block_s, far_s)) - self.scores.ttft_s[prefill]
+        seconds: Floats = np.maximum(late_s, 0.0) + block_s + self.tail_s()[decoders]
+        return np.where(decoders == prefill, np.inf, seconds)
 
     def terms(self, computing: int, decode: int, *, hand_off_s: float, barred: str = "") -> PlanTerms:
         """One plan's terms."""

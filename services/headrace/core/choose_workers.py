@@ -81,8 +81,9 @@ def choose_workers(
     """
     columns = snapshot.workers
     _check_asked(request, columns.records)
-    assert all(worker.model == request.model for worker in columns.records)
-    serving = np.array([record.worker_id not in snapshot.failed for record in columns.records], dtype=bool)
+    assert not len(columns) or columns.records[0].model == request.model
+    serving = np.ones(len(columns), dtype=bool)
+    serving[[columns.row_of[worker_id] for worker_id in snapshot.failed if worker_id in columns.row_of]] = False
     tokens = len(request.prompt.token_ids)
     decoders = np.flatnonzero(serving & columns.decodes & (tokens + request.sampling.max_tokens <= columns.tokens_max))
     if request.decode_worker is not None:
@@ -93,13 +94,12 @@ def choose_workers(
     prefillers = np.flatnonzero(serving & columns.prefills & (tokens <= columns.tokens_max))
     computing, decode, decision = choice.decide(prefillers)
     reachable = _reachable_blocks(columns.records[decode], request, snapshot.match)
-    able = [columns.records[row] for row in decoders]
     return Plan(
         decode=columns.records[decode],
         prefill=None if computing == decode else columns.records[computing],
         missing_tokens=tokens - reachable * request.prompt.block_tokens,
         hint_nodes=_nodes_best_first(snapshot.match) if choice.costs.fetches_far(computing) else (),
-        reason=_reason(columns.records[decode], able, request, snapshot.match),
+        reason=_reason(request, choice.costs.indexed_blocks, decoders, decode),
         decision=decision,
     )
 
@@ -143,6 +143,11 @@ class _Choice:
         barred: NDArray[np.bool_] = too_much & ~columns.prefills
         return barred & (costs.computed_tokens() >= self.request.prompt.block_tokens)
 
+    def _why_barred(self, row: int) -> str:
+        if self.costs.memory_use[row] >= MEMORY_USE_MAX:
+            return "its memory is nearly full"
+        return "it lacks more than local_prefill_tokens"
+
     def _able_to_hand_over(self, prefillers: Ints) -> tuple[Ints, Floats]:
         """Those whose blocks a decode worker may read, and the least that handing over adds to each one's cost."""
         request = self.request
@@ -165,7 +170,8 @@ class _Choice:
     def _pick_decode(self, prefill: int) -> tuple[int, float]:
         """Who decodes what `prefill` computes, and the seconds of the hand-over."""
         costs = self.costs
-        hand_off_s = costs.hand_off_s(prefill)
+        hand_off_s: Floats = np.full(len(costs.columns), np.inf)
+        hand_off_s[self.decoders] = costs.hand_off_s(prefill, self.decoders)
         total_s = hand_off_s + costs.decode_s + costs.memory_s
         able = self.decoders[np.isfinite(total_s[self.decoders])]
         beside = (costs.columns.node == costs.columns.node[prefill]).astype(np.int64)
@@ -204,14 +210,14 @@ class _Choice:
         costs = self.costs
         rows = np.concatenate([self.decoders, np.flatnonzero(np.isfinite(over_s))])
         total_s = np.concatenate([local_s[self.decoders], over_s[np.isfinite(over_s)]])
-        others = []
+        others, only_decode = [], np.array([decode])
         for place in np.argsort(total_s, kind="stable")[: DECISION_PLANS_MAX + 1]:
             row = int(rows[place])
             if place < len(self.decoders):
-                why = "lacks more than local_prefill_tokens, or its memory is nearly full" if barred[row] else ""
+                why = self._why_barred(row) if barred[row] else ""
                 others.append(costs.terms(row, row, hand_off_s=0.0, barred=why))
-            elif np.isfinite(hand_off_s := costs.hand_off_s(row)[decode]):
-                others.append(costs.terms(row, decode, hand_off_s=float(hand_off_s)))
+            elif np.isfinite(hand_off_s := float(costs.hand_off_s(row, only_decode)[0])):
+                others.append(costs.terms(row, decode, hand_off_s=hand_off_s))
         others = [terms for terms in others if _workers_of(terms) != _workers_of(chosen)]
         named = self.request.decode_worker is not None or self.request.prefill_worker is not None
         return RouteDecision(
@@ -295,15 +301,13 @@ def _why_no_decoder(request: GenerateRequest, snapshot: Snapshot) -> str:
     return f"of {len(live)} decode workers none is left to try (failed in this request: {', '.join(tried) or 'none'})"
 
 
-def _reason(
-    decode: WorkerRecord, decoders: list[WorkerRecord], request: GenerateRequest, match: PrefixMatch
-) -> PlanReason:
+def _reason(request: GenerateRequest, at_hand: Ints, decoders: Ints, decode: int) -> PlanReason:
     if request.decode_worker is not None:
         return PlanReason.ASKED
-    longest = max(local_blocks(w, request, match) for w in decoders)
+    longest = at_hand[decoders].max()
     if longest == 0:
         return PlanReason.NO_MATCH
-    return PlanReason.MATCH if local_blocks(decode, request, match) == longest else PlanReason.SOONER
+    return PlanReason.MATCH if at_hand[decode] == longest else PlanReason.SOONER
 
 
 def _nodes_best_first(match: PrefixMatch) -> tuple[str, ...]:
