@@ -126,6 +126,7 @@ class DiskBlocks:
     _writing: WriteJob | None = None
     _waiting_bytes: int = 0
     _dead: list[DiskRecord] = field(default_factory=list)
+    _marking: list[DiskRecord] = field(default_factory=list)  # dead ones that somebody marks now
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -154,23 +155,23 @@ class DiskBlocks:
 
     # Coming
 
-    def demote(self, held: HeldBlock, payload: memoryview) -> bool:
-        """Keep a block that is about to leave the arena; False when it cannot be kept. Copies, never waits."""
+    def demote(self, held: HeldBlock, payload: memoryview) -> None:
+        """Keep a block that is about to leave the arena, if there is room for it. Copies, never waits."""
         if self.tier is None:
-            return False
+            return
         block = self._blocks.get(held.key)
         if block is not None:
             block.used_s, block.hits = held.used_s, block.hits + held.hits
             if block.waiting is not None or not self._should_move(block):
-                return True
+                return
         total = record_bytes(len(held.header_bytes), len(payload))
         full = self._waiting_bytes + total > DEMOTE_QUEUE_BYTES_MAX or len(self._blocks) >= DISK_BLOCKS_MAX
         if full or total > self.tier.segment_bytes:
             self.counters.dropped_demotions += 1
-            return block is not None
+            return
         if block is None:
             if not self.arena_blocks.accounts.has_disk_room(held.header, total):
-                return False
+                return
             block = DiskBlock(HeaderBrief.of(held.header), total, held.used_s, held.hits)
             self._link(block)
         self._resize(block, total)
@@ -180,7 +181,6 @@ class DiskBlocks:
         self.counters.demoted_blocks += 1
         self.counters.demoted_bytes += len(payload)
         self.wake()
-        return True
 
     def adopt(self, recovered: RecoveredDisk, *, now_s: float) -> None:
         """Keep what recovery found: of several copies the newest, and only what is reachable from a chain's first block
@@ -282,13 +282,15 @@ class DiskBlocks:
         self._segments.setdefault(job.record.segment, {})[block.key] = block
 
     def take_dead(self) -> list[DiskRecord]:
-        """Records that must not be found again at the next start; the caller marks them."""
-        dead, self._dead = self._dead, []
-        return dead
+        """Records that must not be found again at the next start; the caller marks them and says how it ended."""
+        assert not self._marking, "records are marked by one at a time"
+        self._marking, self._dead = self._dead, []
+        return self._marking
 
-    def keep_dead(self, dead: list[DiskRecord]) -> None:
-        """Records that could not be marked; marking one twice is harmless."""
-        self._dead += dead
+    def marked(self, *, well: bool) -> None:
+        """How marking ended. What could not be marked is tried again; marking one twice is harmless."""
+        self._dead += [] if well else self._marking
+        self._marking = []
 
     def can_queue(self, num_bytes: int) -> bool:
         """Whether the queue of blocks to be written takes so much more now; without a tier nothing is queued."""
@@ -297,12 +299,12 @@ class DiskBlocks:
     @property
     def is_settled(self) -> bool:
         """Whether nothing waits to be written or marked."""
-        return not self._queue and self._writing is None and not self._dead
+        return not self._queue and self._writing is None and not self._dead and not self._marking
 
     @property
     def waiting_blocks(self) -> int:
         """Blocks that are kept here and not written yet."""
-        return sum(1 for block in self._blocks.values() if block.record is None)
+        return len(self._blocks) - sum(len(blocks) for blocks in self._segments.values())
 
     def check_integrity(self) -> None:
         """The index is what the files say, bytes are accounted, and residency over both tiers is closed."""
@@ -333,7 +335,7 @@ class DiskBlocks:
         assert sum(len(children) for children in self._children.values()) == sum(
             1 for block in self._blocks.values() if block.header.position > 0
         )
-        if self._writing is None and not self._dead:
+        if self._writing is None and not self._dead and not self._marking:
             on_disk = {(record.segment, record.offset) for record in self.tier.live_records()}
             assert on_disk == indexed, "the index is not what the files hold"
 

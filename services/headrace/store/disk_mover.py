@@ -7,7 +7,7 @@ PROMOTE_TIMEOUT_MS: a disk that is slower than that costs hits, not answers.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -83,12 +83,8 @@ class DiskMover:
                 while self._clock.now_s() >= self._paused_until_s:
                     if not self._node.plan_promotion(namespace, chain, first_block):
                         return
-                    await self._reads.acquire()
-                    batch = self._next_batch(namespace, chain, first_block)
-                    reading = asyncio.get_running_loop().run_in_executor(self._reader, _read_all, self._tier, batch)
-                    # Freed when the thread is done, which a deadline does not hasten: threads bound what is in memory.
-                    reading.add_done_callback(lambda _: self._reads.release())
-                    if not self._take_in(batch, await reading):
+                    batch, copies = await self._read(lambda: self._next_batch(namespace, chain, first_block))
+                    if not self._take_in(batch, copies):
                         return
         except DeadlineExceeded:
             self._paused_until_s = self._clock.now_s() + DISK_PAUSE_MS / 1_000
@@ -98,12 +94,7 @@ class DiskMover:
         none came within PROMOTE_TIMEOUT_MS. Takes its turn among the readers, so that it slows promotion little."""
         try:
             async with Deadline.after(PROMOTE_TIMEOUT_MS / 1_000, self._clock).scope("read a block from disk"):
-                await self._reads.acquire()
-                block = self._disk.get((namespace, block_hash))
-                batch = [] if block is None else [_Read(block, block.waiting, block.record)]
-                reading = asyncio.get_running_loop().run_in_executor(self._reader, _read_all, self._tier, batch)
-                reading.add_done_callback(lambda _: self._reads.release())
-                copies = await reading
+                batch, copies = await self._read(lambda: self._batch_of(namespace, block_hash))
         except DeadlineExceeded:
             return None
         for read, copy in zip(batch, copies, strict=True):
@@ -129,6 +120,19 @@ class DiskMover:
                 break
             batch.append(_Read(block, block.waiting, block.record))
         return batch
+
+    def _batch_of(self, namespace: NamespaceId, block_hash: BlockHash) -> "list[_Read]":
+        block = self._disk.get((namespace, block_hash))
+        return [] if block is None else [_Read(block, block.waiting, block.record)]
+
+    async def _read(self, choose: "Callable[[], list[_Read]]") -> "tuple[list[_Read], list[_Copy | None]]":
+        """Wait for a reader, choose what it reads, and read that. Whoever waits may give up at any moment."""
+        await self._reads.acquire()
+        batch = choose()
+        reading = asyncio.get_running_loop().run_in_executor(self._reader, _read_all, self._tier, batch)
+        # Freed when the thread is done, which giving up does not hasten: readers bound what is in memory.
+        reading.add_done_callback(lambda _: self._reads.release())
+        return batch, await asyncio.shield(reading)
 
     def _take_in(self, batch: "list[_Read]", copies: "list[_Copy | None]") -> bool:
         """Hand what was read to the node; False when the run ends here. One copy per block, on the event loop."""
@@ -164,8 +168,10 @@ class DiskMover:
             await asyncio.get_running_loop().run_in_executor(self._writer, _mark_all, self._tier, dead)
         except OSError as error:
             _log.warning("%d blocks are not marked as removed on disk yet: %s", len(dead), error.strerror)
-            self._disk.keep_dead(dead)
+            self._disk.marked(well=False)
             await asyncio.sleep(DISK_PAUSE_MS / 1_000)
+        else:
+            self._disk.marked(well=True)
 
 
 @dataclass(frozen=True, slots=True)

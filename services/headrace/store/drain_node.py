@@ -2,8 +2,9 @@
 
 Owns which peer gets a block and the account of what became of it. A block is settled when a peer has it, when every
 peer refused it, or when it left this node meanwhile. The peers fill evenly: a block goes where its parent went until
-that peer has had its share, then the next peer gets the blocks before it too. Nothing is removed here, no lease is
-taken and nothing counts as a use: until the node's process ends, readers find all that it holds.
+that peer has had its share, then the next peer gets the blocks before it too. Nothing is removed here but
+what turns out to be broken, and nothing that travels counts as used: until the node's process ends, readers find all
+that it holds.
 """
 
 import logging

@@ -6,7 +6,7 @@ from headrace.store.held_blocks import HeldBlocks
 
 
 def expire_blocks(blocks: HeldBlocks, departures: Departures, *, now_unix_ms: int) -> int:
-    """One step: at most BACKGROUND_REMOVALS_MAX blocks leave; returns how many. Asks again while `blocks.is_due`.
+    """One step: at most BACKGROUND_REMOVALS_MAX blocks leave; returns how many. Call it again while `blocks.is_due`.
 
     Where nobody used a block for its time to live, it goes alone, as a leaf; one that is read, pinned or stood on waits
     until it is offered again. Where an ordered moment has come, the whole subtree goes, but for what a pin keeps: out

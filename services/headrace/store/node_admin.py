@@ -53,7 +53,7 @@ class NodeAdmin(pb_grpc.NodeAdminServicer):
         self._want_registration = want_registration
 
     async def Explain(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        """How much of a chain is here, and what is remembered of blocks that left, also of those that are here again."""
+        """How much of a chain is here, and what is remembered of its blocks that left, also where they came back."""
         return await answer(context, self._explain(request))
 
     async def ReadBlock(self, request: Any, context: grpc.aio.ServicerContext) -> Any:

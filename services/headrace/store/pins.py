@@ -26,9 +26,6 @@ class Pins:
         self._pinned: dict[BlockKey, HeldBlock] = {}
         self._next_end_unix_ms = NO_END_UNIX_MS
 
-    def __len__(self) -> int:
-        return len(self._pinned)
-
     def pin(self, block: HeldBlock, until_unix_ms: int) -> None:
         """Mark a visible block, or give its mark another end (NO_END_UNIX_MS: none)."""
         assert block.visible, "a block that nobody can read was pinned"

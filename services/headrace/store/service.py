@@ -144,6 +144,7 @@ class StoreNodeService:
                 **self._ttls,
             )
             _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
+            self._node.room.because = self._node.disk.because = self._removals.because
             budgets = self._adopt_budgets()
             self._address = self._bind()
             if self._disk is not None:
@@ -244,7 +245,6 @@ class StoreNodeService:
     def _adopt_budgets(self) -> BudgetsFile:
         """Put the budgets of the run before in force. Minima that this arena is too small for protect nothing."""
         file, room = BudgetsFile(self._arena_path), self.node.room
-        room.because = self.node.disk.because = self._removals.because
         budgets = file.read()
         try:
             room.set_budgets(budgets)

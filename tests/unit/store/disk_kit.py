@@ -31,6 +31,7 @@ class DiskKit(StoreKit):
         while not disk.is_settled:
             for record in disk.take_dead():
                 self.tier.mark_dead(record)
+            disk.marked(well=True)
             job = disk.next_write()
             if job is not None:
                 assert job.record is not None

@@ -304,15 +304,13 @@ class StoreMachine(RuleBasedStateMachine):
             return
         StoreMachine.steps_run += 1
         self.node.check_integrity()
-        assert self.in_memory() == self.model.committed()
         assert len(self.arena.slot_units()) == len(self.model.blocks), "a slot is held for nothing, or a block has none"
         used = sum(block.known.slot_bytes for block in self.model.blocks.values())
         assert self.arena.free_bytes + used == self.arena.data_bytes
         self.check_readable()
-        visible = self.model.visible()
-        for record in self.arena.records():
-            key = BY_HEADER_BYTES[record.header]
-            assert key not in visible or record.terms == self.model.blocks[key].terms
+        terms = {BY_HEADER_BYTES[record.header]: record.terms for record in self.arena.records()}
+        assert terms.keys() == self.model.committed()
+        assert all(terms[key] == self.model.blocks[key].terms for key in self.model.visible())
         self.may_lose_in_step, self.gone_by_time = set(), set()
         self.terms_before = {key: block.terms for key, block in self.model.blocks.items()}
         counters = self.node.counters

@@ -216,6 +216,7 @@ class DiskMachine(ControlMachine):
         with self.call(may_lose=set(self.on_disk) if full else waiting if not well else set()):
             for record in disk.take_dead():
                 self.tier.mark_dead(record)
+            disk.marked(well=True)
             job = disk.next_write()
             if job is not None:
                 self.writing = job.record

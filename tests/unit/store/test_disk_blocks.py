@@ -5,6 +5,8 @@ from pathlib import Path
 from disk_kit import DiskKit, make_disk_kit
 from store_kit import make_prompt
 
+from headrace.core.generation import EvictSelector
+
 CHAIN = make_prompt(1, 2)
 
 
@@ -57,3 +59,20 @@ def test_a_segment_that_is_reclaimed_takes_along_what_stands_on_its_blocks_elsew
     assert disk.get(first.block.key) is None
     assert disk.get(end.block.key) is None
     assert kit.held(CHAIN) == 0
+
+
+def test_nothing_is_settled_while_a_removed_block_is_not_marked_on_disk(tmp_path: Path) -> None:
+    """Fails when an eviction is answered as done while its marks are under way: a death would bring the block back."""
+    kit = make_disk_kit(tmp_path, blocks=2, segments=2, segment_blocks=8)
+    for token in range(1, 5):
+        kit.store(make_prompt(token, 1), [0])
+    kit.work()
+    kit.node.evict(EvictSelector(block_hashes=make_prompt(1, 1).chain), dry_run=False)
+    assert kit.node.disk.take_dead()
+    assert not kit.node.disk.is_settled
+    kit.node.check_integrity()
+    kit.node.disk.marked(well=False)
+    assert not kit.node.disk.is_settled
+    assert kit.work() == 0
+    assert kit.node.disk.is_settled
+    kit.node.check_integrity()

@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_used_at_start_is_a_setting_that_is_wrong(tmp_path
     """Fails when a node dies of an OSError that does not say which directory, or starts beside what it cannot read."""
     tier = make_tier(tmp_path / "n1")
     (tier.directory / "segment-0000000000000001.blocks").mkdir()
-    with pytest.raises(ConfigInvalid, match="segment-0000000000000001.blocks: Is a directory") as refused:
+    with pytest.raises(ConfigInvalid, match=r"segment-0000000000000001.blocks: Is a directory") as refused:
         recover_disk(tier)
     assert refused.value.key == "disk_dir"
     tier.close()
