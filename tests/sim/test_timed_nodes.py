@@ -24,10 +24,14 @@ def test_what_was_loaded_is_measured_per_node_and_way():
         first = await world.add_worker("decode-a", WorkerRole.DECODE)
         beside = await world.add_worker("other-a", WorkerRole.DECODE)
         far = await world.add_worker("decode-b", WorkerRole.DECODE)
+        works = []
         for worker, hints in ((first, ()), (beside, ()), (far, ("a",))):
             request = world.request(TOKENS)
-            await answer_of(decode_tokens(world.decode_call(worker, request, hint_nodes=hints), worker))
+            answer = await answer_of(decode_tokens(world.decode_call(worker, request, hint_nodes=hints), worker))
             await asyncio.sleep(1)
+            works.append(answer.finished.work)
+        assert all(work.load_s >= 0 and work.compute_s > 0 for work in works), "each answer says what its prompt took"
+        assert works[2].load_s > 0.01, "the delays on the way are part of it"
         assert first.record().links == ()
         (near_link,) = beside.record().links
         (far_link,) = far.record().links

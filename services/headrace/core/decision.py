@@ -48,14 +48,6 @@ class PlanTerms:
     barred: str = ""  # not empty: why the plan could not be chosen whatever it costs
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredWork:
-    """What the worker that computed a prompt took for it: loading, and then until the last of it was computed."""
-
-    load_s: float
-    compute_s: float
-
-
 # Terms that make up `cost_s`, by the name of the field. Of wait and fetch only the longer one counts.
 COST_TERMS = ("compute_s", "hand_off_s", "price_s", "interference_s", "decode_s", "memory_s")
 

@@ -141,6 +141,14 @@ class PrefillCall:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredWork:
+    """What a worker took for a prompt: loading what it needed not compute, and then until the rest was computed."""
+
+    load_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillResult:
     """What a prefill worker did: blocks [0, reused_blocks) were loaded, [reused_blocks, published_blocks) computed."""
 
@@ -149,6 +157,7 @@ class PrefillResult:
     reused_blocks: int
     published_blocks: int  # leading blocks that are readable in the worker's store node now
     store_node: str
+    work: MeasuredWork | None = None  # None: it does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +216,7 @@ class Finished:
     worker_id: WorkerId
     text: str = ""  # text held back for a stop string that did not come
     reused: tuple[ReusedRun, ...] = ()  # the prompt's leading blocks that its worker did not compute, in order
+    work: MeasuredWork | None = None  # until its first token; None: it does not say
 
 
 DecodeEvent = TokenDelta | Finished

@@ -8,6 +8,7 @@ publication of what is computed here, so that the next turn of a conversation st
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline
@@ -16,6 +17,7 @@ from headrace.core.generation import (
     DecodeEvent,
     Finished,
     GenerateRequest,
+    MeasuredWork,
     ReusedRun,
     TokenDelta,
     Usage,
@@ -47,6 +49,7 @@ async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[Deco
             hand_off=call.hand_off,
         ) as held:
             published = _BackgroundPublication(worker, held, request)
+            work: MeasuredWork | None = None
             run = worker.engine.run(
                 held.admission,
                 cached_tokens=held.num_blocks * block_tokens,
@@ -59,9 +62,10 @@ async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[Deco
                     if isinstance(event, FilledBlock):
                         published.add(event)
                     elif isinstance(event, TokenDelta):
+                        work = work or held.work(worker.clock)
                         yield event
                     else:
-                        yield _finished(event, call, held, worker)
+                        yield replace(_finished(event, call, held, worker), work=work)
                         return
 
 

@@ -4,7 +4,7 @@ A prefill attempt's time counts in full, queueing and loading included, so the r
 Knows nothing of who asks for it.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from headrace.core.clock import Clock
 from headrace.core.generation import (
@@ -14,8 +14,10 @@ from headrace.core.generation import (
     DeviceListing,
     EvictReport,
     EvictSelector,
+    MeasuredWork,
     PrefillCall,
     PrefillResult,
+    RequestId,
 )
 from headrace.core.members import WorkerRecord
 from headrace.core.ports import WorkerCalls
@@ -42,8 +44,17 @@ class PrefillRate:
 class TimedWorkerCalls:
     """WorkerCalls that measure what prefill attempts take; everything else passes through."""
 
-    def __init__(self, calls: WorkerCalls, *, rate: PrefillRate, clock: Clock) -> None:
+    def __init__(
+        self,
+        calls: WorkerCalls,
+        *,
+        rate: PrefillRate,
+        clock: Clock,
+        measured: Callable[[RequestId, MeasuredWork], None] = lambda request_id, work: None,
+    ) -> None:
+        """measured: told what a prefill worker says that a request's prompt took."""
         self._calls = calls
+        self._measured = measured
         self._rate = rate
         self._clock = clock
 
@@ -51,6 +62,8 @@ class TimedWorkerCalls:
         """As WorkerCalls.prefill."""
         started_s = self._clock.now_s()
         result = await self._calls.prefill(call)
+        if result.work is not None:
+            self._measured(call.request.request_id, result.work)
         computed_blocks = result.published_blocks - result.reused_blocks
         tokens = computed_blocks * call.request.prompt.block_tokens
         self._rate.add(tokens=tokens, seconds=self._clock.now_s() - started_s)

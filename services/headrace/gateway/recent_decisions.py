@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from headrace.core.choose_workers import Plan
-from headrace.core.decision import MeasuredWork, PlanReason, RouteDecision
-from headrace.core.generation import Finished, GenerateRequest, RequestId
+from headrace.core.decision import PlanReason, RouteDecision
+from headrace.core.generation import Finished, GenerateRequest, MeasuredWork, RequestId
 from headrace.core.limits import RECENT_DECISIONS_MAX
 
 # What was missing in so many requests of a kind is remembered.
@@ -87,6 +87,8 @@ class RecentDecisions:
         decided = self._requests.get(request_id)
         if decided is not None and decided.finished is None:
             decided.finished = finished
+            if finished.work is not None:
+                self.measured(request_id, finished.work)
 
     def measured(self, request_id: str, work: MeasuredWork) -> None:
         """A worker says what the prompt took; the first one counts."""

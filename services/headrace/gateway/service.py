@@ -119,7 +119,9 @@ class GatewayService:
         )
         self._router = Router(
             index=index,
-            calls=TimedWorkerCalls(calls, rate=self.prefill_rate, clock=clock),
+            calls=TimedWorkerCalls(
+                calls, rate=self.prefill_rate, clock=clock, measured=self.planner.decisions.measured
+            ),
             table=self.table,
             planner=self.planner,
             observer=self._observer,

@@ -7,7 +7,7 @@ is readable. Knows nothing of the decode worker that comes next; it finds the bl
 from contextlib import aclosing
 
 from headrace.core.clock import Deadline
-from headrace.core.generation import PrefillCall, PrefillResult
+from headrace.core.generation import MeasuredWork, PrefillCall, PrefillResult
 from headrace.engine.event_stream import FilledBlock
 from headrace.transfer.publish_blocks import Publication
 from headrace.transfer.worker import HeldPrefix, Worker
@@ -25,6 +25,7 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
     num_blocks = len(call.request.prompt.chain)
     with worker.attempt(call):
         reused_blocks = published_blocks = 0
+        work: MeasuredWork | None = None
         store_node = worker.nodes.sink_node_id()
         if num_blocks > 0:
             async with (
@@ -39,12 +40,14 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
             ):
                 reused_blocks = held.num_blocks
                 published_blocks = await _compute_and_publish(call, worker, held)
+                work = held.work(worker.clock)
         return PrefillResult(
             attempt_id=call.attempt_id,
             worker_id=worker.worker_id,
             reused_blocks=reused_blocks,
             published_blocks=published_blocks,
             store_node=store_node,
+            work=work,
         )
 
 

@@ -24,6 +24,7 @@ from headrace.core.generation import (
     EvictSelector,
     GenerateRequest,
     HandOff,
+    MeasuredWork,
     PrefillCall,
     WorkerId,
 )
@@ -57,11 +58,17 @@ class HeldPrefix:
     admission: Admission
     sources: tuple[CacheSource, ...]
     sink_is_local: bool  # what is computed is published to the node that shared memory was read from
+    load_s: float  # what loading took
+    since_s: float  # when it was done
 
     @property
     def num_blocks(self) -> int:
         """Leading blocks that need not be computed."""
         return len(self.sources)
+
+    def work(self, clock: Clock) -> MeasuredWork:
+        """What the prompt took, when the last of it has been computed just now."""
+        return MeasuredWork(load_s=self.load_s, compute_s=clock.now_s() - self.since_s)
 
     @property
     def is_stored_here(self) -> bool:
@@ -269,12 +276,15 @@ class Worker:
                     retention=request.cache.retention,
                     budget=self._budget(request, range(num_device, reusable_blocks), hint_nodes),
                 )
+                admitted_s = self.clock.now_s()
                 loaded = await self._load(admission, plan, hand_off, deadline)
                 waiting.close()
                 held = HeldPrefix(
                     admission,
                     (CacheSource.DEVICE,) * num_device + loaded.sources,
                     sink_is_local=self.nodes.sink_node_id() == self.nodes.local_node_id(),
+                    load_s=self.clock.now_s() - admitted_s,
+                    since_s=self.clock.now_s(),
                 )
                 if request.cache.publish:
                     self.engine.mark_loaded(admission, held.num_blocks)

@@ -6,8 +6,7 @@ import pytest
 from tiny_gateway import make_worker_record, tiny_gateway
 
 from headrace.core.block import CacheSource
-from headrace.core.decision import MeasuredWork
-from headrace.core.generation import CacheControl, RequestId, WorkerId
+from headrace.core.generation import CacheControl, MeasuredWork, RequestId, WorkerId
 from headrace.core.members import LearnedCosts, WorkerRole
 from headrace.core.tenants import EVERYBODY
 from headrace.gateway.service import Accepted
