@@ -31,6 +31,7 @@ class SimulatedCalls:
         self.stalled: set[str] = set()  # takes calls, and does nothing
         self.wrong_answers = False  # prefills answer another attempt
         self.prefill_ended_s = 0.0  # on the worker
+        self.prefill_delay_s = 0.0  # prefill calls travel so much longer than decode calls
         self._running: dict[str, set[asyncio.Task]] = {}
 
     def kill(self, worker_id: str) -> None:
@@ -40,6 +41,7 @@ class SimulatedCalls:
 
     async def prefill(self, call: PrefillCall) -> PrefillResult:
         self.calls.append(call)
+        await asyncio.sleep(self.prefill_delay_s)
         await self._reach(call.worker_id)
         with self._killable(call.worker_id):
             result = await prefill_prompt(call, self.world.workers[call.worker_id])
