@@ -355,6 +355,35 @@ async def test_events_that_were_gone_before_they_were_read_are_missed_by_the_nex
     assert await setting.found(mirror) == 3
 
 
+async def test_a_lost_event_of_one_holder_is_missed_when_only_others_have_more(setting: Setting):
+    """Fails when only the numbers of those who speak are compared, and not how many events there were."""
+    await setting.announce()
+    await setting.register(CHAIN[:1])
+    mirror = setting.mirror()
+    await step_until(mirror, lambda: mirror.answers)
+    await setting.register(CHAIN)
+    await setting.register(CHAIN, holder=HolderId("node:b"))
+    async with setting.index._redis.call() as redis:
+        await redis.round_trip(("XTRIM", STREAM, "MAXLEN", 1))
+    await step_until(mirror, lambda: mirror.stat().rereads[Reread.EVENTS_LOST] == 1)
+    await step_until(mirror, lambda: mirror.answers)
+    assert await setting.found(mirror) == len(CHAIN)
+
+
+async def test_after_an_outage_it_is_looked_at_once_whether_it_is_still_the_same_redis(
+    setting: Setting, own_server: EmbeddedValkey
+):
+    await setting.announce()
+    await setting.register(CHAIN)
+    mirror = setting.mirror(Pace(wait_ms=0, reread_ms=0, audit_ms=TTL_MS))
+    await step_until(mirror, lambda: mirror.answers)
+    await asyncio.to_thread(own_server.stop)
+    with pytest.raises(IndexUnavailable):
+        await mirror.step()
+    await asyncio.to_thread(own_server.start)
+    await step_until(mirror, lambda: mirror.stat().rereads[Reread.REDIS_RESTARTED] == 1)
+
+
 async def test_namespaces_of_many_tenants_and_salts_are_all_read_and_all_followed(setting: Setting):
     """Fails when a mirror must be told which namespaces there are, or a page forgets those that it has no room for."""
     await setting.announce()
