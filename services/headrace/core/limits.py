@@ -228,6 +228,10 @@ WORKER_RETRY_AFTER_MS = 2_000
 # has not ended for this long hangs; a worker that is only busy ends one all the time.
 ENGINE_STALL_MS = 30_000
 
+# Steps that fail in a row until an engine counts as broken: a device that has gone fails all of them, in milliseconds
+# each, while one sequence that cannot be computed is ended by its first.
+FAILED_STEPS_MAX = 8
+
 # How long stopping waits for the step under way. Less than ENGINE_STALL_MS, since whoever stops a worker has decided.
 ENGINE_STOP_TIMEOUT_MS = 15_000
 

@@ -24,7 +24,7 @@ from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace.core.generation import EvictReport, EvictSelector, SamplingParams
-from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS
+from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, FAILED_STEPS_MAX
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
@@ -50,6 +50,7 @@ class Engine:
         self.heartbeat_s = clock.now_s()  # when a step last ended, or work was last waited for
         self.num_steps = 0
         self.num_preemptions = 0
+        self._failed_steps = 0  # in a row
         self._block_tokens = model.kv.layout.block_tokens
         # A sequence can be as long as the model and the whole pool allow.
         self.context_tokens_max = min(model.context_tokens_max, self.pool.num_blocks * self._block_tokens)
@@ -198,8 +199,9 @@ class Engine:
         )
 
     def healthy(self) -> bool:
-        """Whether the thread lives and, if there is work, a step ended within ENGINE_STALL_MS. Busy is healthy."""
-        if not self._thread.is_alive():
+        """Whether the thread lives, its last steps did not all fail and, if there is work, one ended within
+        ENGINE_STALL_MS. Busy is healthy."""
+        if not self._thread.is_alive() or self._failed_steps >= FAILED_STEPS_MAX:
             return False
         return self._idle or self._clock.now_s() - self.heartbeat_s < ENGINE_STALL_MS / 1000
 
@@ -301,9 +303,11 @@ class Engine:
         try:
             logits = self.model.runner.run_step(steps)  # [steps that want logits, vocab] float32
         except Exception as error:  # whatever the model's code raises: its sequences are lost, the worker is not
+            self._failed_steps += 1
             for run in runs:
                 self._fail(run, f"a step of its engine failed: {type(error).__name__}: {error}")
             return
+        self._failed_steps = 0
         self._times.add(plan.rows, self._clock.now_s() - started_s)
         count_served(runs, plan.rows, self._turns)
         wanted = iter(logits.numpy())

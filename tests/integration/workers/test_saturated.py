@@ -94,17 +94,20 @@ async def test_twelve_prompts_at_once_in_a_decode_pool_for_three_are_all_answere
 async def test_an_engine_that_fails_each_step_says_why_and_costs_few_lines_for_each_request(
     store_node, make_worker, membership, tiny_models, prompts, caplog: pytest.LogCaptureFixture
 ):
-    """Fails when the cause is not told, or every request prints a traceback."""
+    """Fails when the cause is not told, every request prints a traceback, or the worker counts as healthy and is never
+    replaced."""
     broken = load_again(tiny_models[0], block_tokens=B, pool_blocks=40)
     worker = await make_worker("worker", model=broken)
     embedding = broken.runner.model.get_input_embeddings()
     embedding.weight = torch.nn.Parameter(torch.zeros(1, 1))
     async with small_system(worker, index=store_node._index, membership=membership) as system:
         await system.listed("worker")
+        assert worker.worker.healthy()
         with caplog.at_level(logging.INFO):
             for number in range(50):
                 with pytest.raises(WorkerUnavailable):
                     await system.ask(prompts(2 * B, salt=480 + number))
+        assert not worker.worker.healthy()
     lines = [record.getMessage() for record in caplog.records]
     assert "a step of its engine failed" in lines[0]
     assert sum(line.count("\n") + 1 for line in lines) <= 2 * 50
