@@ -8,11 +8,13 @@ The path of a request, as `file:function`:
     gateway/tokenize_prompt.py:tokenize_prompt   text or chat becomes token ids, off the loop
     core/block.py:hash_prompt                    token ids become a chain of block hashes
     index/index_mirror.py:longest_prefix         who holds how much of the chain
-    core/choose_workers.py:choose_workers        which workers, by match and load
-    gateway/route_request.py:route_request       prefill, then decode; new attempts when a worker dies
+    core/choose_workers.py:choose_workers        which workers, by predicted seconds
+    gateway/route_request.py:route_request       prefill and decode together; new attempts when a worker dies
+    gateway/prefill_beside.py:prefill_beside     the prefill attempt, and what becomes of it
     prefill/prefill_prompt.py:prefill_prompt     load what is held, compute the rest, publish
     transfer/load_prefix.py:load_prefix          blocks from device, shared memory or gRPC, verified
     transfer/publish_blocks.py:publish_blocks    bytes first, commit with checksum, index entry last
+    transfer/follow_prefill.py:follow_prefill    take the blocks of a prefill as they appear
     decode/decode_tokens.py:decode_tokens        load, compute the remainder, join the batch, stream
 """
 
