@@ -1,6 +1,6 @@
 """How well a running gateway predicts times to first token: prompts of many lengths, some sharing prefixes.
 
-    python benchmarks/predict_ttft.py --address 127.0.0.1:9000 [--requests N] [--at-once N] [--seed N] [--json]
+    python benchmarks/predict_ttft.py --address 127.0.0.1:9000 [--requests N] [--at-once N] [--seconds N] [--json]
 
 Each request's prediction, as it was when the request was placed, is read back with `explain` and compared with what the
 gateway measured. The first tenth warms up: nothing was measured before. Prints errors; judges nothing.
@@ -11,6 +11,7 @@ import json
 import os
 import random
 import statistics
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.client import HeadraceClient, RouteExplanation, Sampling
@@ -26,13 +27,16 @@ def main() -> None:
     parser.add_argument("--address", default="127.0.0.1:9000")
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--at-once", type=int, default=1, help="requests under way at the same time")
+    parser.add_argument("--seconds", type=float, default=3_600.0, help="begin no request after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     prompts = make_prompts(arguments.requests, random.Random(arguments.seed))
     load_before = os.getloadavg()[0]
     with HeadraceClient(arguments.address) as client, ThreadPoolExecutor(arguments.at_once) as pool:
-        found = list(pool.map(lambda prompt: ask(client, prompt), prompts))
+        end_s = time.monotonic() + arguments.seconds
+        asked = pool.map(lambda prompt: ask(client, prompt) if time.monotonic() < end_s else None, prompts)
+        found = [each for each in asked if each is not None]
     measured = found[len(found) // 10 :]
     rows = [summary(name, kind) for name, kind in by_kind(measured).items() if kind]
     load = {"before": load_before, "after": os.getloadavg()[0], "cores": os.cpu_count()}
