@@ -187,7 +187,7 @@ class StoreNodes(Protocol):
         ...
 
     def local_node_id(self) -> str:
-        """Node id of what `local()` gives now; "" when there is none. Differs from the sink's while that node drains."""
+        """Node id of what `local()` gives now; "" when there is none. Not the sink's while that node drains."""
         ...
 
     def sink_node_id(self) -> str:

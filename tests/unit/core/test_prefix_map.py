@@ -1,4 +1,4 @@
-"""The map of holders answers what a walk over every block would, as long as what holders have is closed under prefixes."""
+"""The map of holders answers what a walk over every block would, where what holders have is closed under prefixes."""
 
 import numpy as np
 from hypothesis import given
@@ -21,7 +21,7 @@ def test_depths_are_those_of_a_walk(held: list[int], length: int):
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 8), st.booleans()), max_size=60))
 def test_adding_and_removing_in_any_order_leaves_what_sets_would(steps: list[tuple[int, int, bool]]):
-    blocks, model = PrefixMap[int](), {holder: 0 for holder in range(6)}
+    blocks, model = PrefixMap[int](), dict.fromkeys(range(6), 0)
     for holder, depth, adds in steps:
         if adds:
             blocks.add(holder, range(depth))

@@ -3,15 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.transfer_budget import TransferBudget
 from headrace.core.limits import OVERTAKE_ROUND_TRIP_MS, OVERTAKE_SHARE
 from headrace.core.step_costs import PrefillCost
+from headrace.core.transfer_budget import TransferBudget
 
 ROUND_TRIP_S = OVERTAKE_ROUND_TRIP_MS / 1000
 SLOW = PrefillCost(base_s=0.01, tokens_per_s=1_000.0, attention_s=1e-7)
 
 
-def make_budget(*, tokens: int = 10_000, first_token: int = 0, predicted_s: float = 0.5, prefill=SLOW) -> TransferBudget:
+def make_budget(
+    *, tokens: int = 10_000, first_token: int = 0, predicted_s: float = 0.5, prefill=SLOW
+) -> TransferBudget:
     return TransferBudget(prefill, first_token, tokens - 1, tokens, predicted_s)
 
 
