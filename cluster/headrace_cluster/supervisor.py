@@ -31,10 +31,10 @@ from headrace.config import Config, GatewaySettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError
 from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from headrace_cluster.admit_supervisor import admit_supervisor
 from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, InstanceState, write_state
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, serve_app
 from headrace_cluster.store_actor import stop_store_actors
+from headrace_cluster.tenants_copy import TenantsCopy
 
 # Loading a large model from a slow disk takes minutes; a deployment that is not up by then never will be.
 READY_TIMEOUT_S = 600.0
@@ -64,6 +64,7 @@ class Supervisor:
         self._progress = open(state_dir / PROGRESS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._began_at = time.monotonic()
         self._index: EmbeddedValkey | None = None
+        self._tenants: TenantsCopy | None = None
         self._api_key = ""
         settings = json.loads((state_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         if not settings["node_id"]:
@@ -122,10 +123,11 @@ class Supervisor:
         temp_dir = tempfile.mkdtemp(prefix="headrace-")  # short: Ray puts socket paths of 60 characters below it
         self._record(ray_temp_dir=temp_dir)
         if gateway.tenants_file:
-            path, self._api_key = admit_supervisor(
+            self._tenants = TenantsCopy(
                 gateway.tenants_file, directory=Path(temp_dir), instance_id=self._state.instance_id
             )
-            self._config = replace(self._config, gateway=replace(gateway, tenants_file=path))
+            self._api_key = self._tenants.key
+            self._config = replace(self._config, gateway=replace(gateway, tenants_file=self._tenants.path))
         start_private_ray(temp_dir, self._config)
         parts.callback(ray.shutdown)
         stop_on_sigterm()  # ray.init puts its own handler there
@@ -188,9 +190,13 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _serve(self) -> None:
-        """Until SIGTERM. An index that died is started again on its port, empty; its holders register anew."""
+        """Until SIGTERM. An index that died is started again on its port, empty; its holders register anew. A tenants
+        file that changed is copied to the gateways."""
         while True:
             time.sleep(1.0)
+            wrong = self._tenants.follow() if self._tenants is not None else ""
+            if wrong:
+                print(wrong, flush=True)
             if self._index is not None and not self._index.alive():
                 print("the embedded index died; starting it again", flush=True)
                 try:
