@@ -91,7 +91,7 @@ def test_what_the_demo_left_up_chats_lists_and_evicts(headrace):
     """Fails when a command does not find the system by itself, or evicts other than it says."""
     chat = headrace("chat", "--json", "--max-tokens", "4", stdin="Hello\nAnd then?\n")
     assert [json.loads(line)["usage"]["completion_tokens"] > 0 for line in chat.stdout.splitlines()] == [True, True]
-    prefixes = json.loads(headrace("cache", "ls", "--json").stdout)["prefixes"]
+    prefixes = json.loads(headrace("cache", "ls", "--text", "--json").stdout)["prefixes"]
     assert any("How a language model remembers" in run["text"] for run in prefixes)
     assert headrace("cache", "evict", "--yes").returncode == 2
     evicted = json.loads(headrace("cache", "evict", "--all", "--yes", "--json").stdout)

@@ -212,6 +212,7 @@ async def test_an_eviction_spares_what_is_being_read_and_says_so(nodes) -> None:
         listed = await admin.ListBlocks(admin_pb2.ListBlocksRequest())
         assert (listed.total_blocks, [entry.leases for entry in listed.blocks]) == (2, [1, 1])
         await remote.release(lease)
+        await until_none_is_leased(service.node)
         assert (await admin.Evict(admin_pb2.EvictRequest())).reports[0].blocks == 2
         stat = (await admin.Stat(admin_pb2.StatRequest())).holders[0]
         assert (stat.committed_blocks, stat.evicted_blocks, stat.holder) == (0, 4, "node:inside")
