@@ -27,7 +27,7 @@ DURATION_S_DEFAULT = 60.0
 
 @click.group()
 def bench() -> None:
-    """Measure parts of the system on this machine, or a live system under load."""
+    """Measure parts of the system, or a live one."""
 
 
 @bench.command(short_help="Measure how fast cached blocks are read.")
