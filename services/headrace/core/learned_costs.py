@@ -129,6 +129,8 @@ class _Fit:
         if self._weight < CUT_FROM:
             return seconds
         expected = _dot(self.coefficients(), features)
+        if expected <= 0:
+            return seconds  # what is expected to cost nothing has not been seen yet, and bounds nothing
         side = (seconds > expected * CUT_RATIO) - (seconds < expected / CUT_RATIO)
         self._outliers = self._outliers + side if side * self._outliers >= 0 and side else side
         if abs(self._outliers) >= OUTLIERS_MAX:

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.learned_costs import PRIOR_DECODE, PRIOR_GRPC, PRIOR_PREFILL, DecodeFit, LinkFit, PrefillFit
@@ -122,6 +122,17 @@ def test_what_no_clock_measured_is_left_out():
     st.lists(
         st.tuples(st.integers(0, 100_000), st.integers(0, 1_000_000), st.floats(1e-9, 1e6)), min_size=1, max_size=60
     )
+)
+@example(
+    [
+        (1, 0, 45.0),
+        (1, 0, 278.0),
+        (1, 0, 290.0),
+        (1, 0, 617_866.0),
+        (82_575, 91_451, 1.0),
+        (1, 0, 289_353.0),
+        (1, 0, 1.0),
+    ]
 )
 def test_coefficients_are_finite_and_never_negative_whatever_was_seen(observations):
     """Fails when a solution of the unbounded problem is told, or when a sum overflows."""

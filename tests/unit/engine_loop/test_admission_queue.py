@@ -17,7 +17,6 @@ from headrace.engine.turns import Turns
 
 CLOCK = SystemClock()
 COST = PrefillCost(base_s=0.0, tokens_per_s=1_000.0, attention_s=0.0)
-FOR_EVER: Any = Deadline.after(60, CLOCK)
 
 
 def make_queue(num_blocks: int = 8, *, queue_s: Callable[[], float] = lambda: 0.0) -> AdmissionQueue:
@@ -30,7 +29,9 @@ def ask(queue: AdmissionQueue, *, tokens: int = 4, blocks: int = 1, **who: Any) 
     prompt = hash_prompt(
         NamespaceId("ab" * 16), tuple(range(tokens)), block_tokens=max(8, tokens), algorithm=HashAlgorithm.XXH3_128
     )
-    return asyncio.ensure_future(queue.admit(prompt, num_blocks=blocks, use_device=False, deadline=FOR_EVER, **who))
+    return asyncio.ensure_future(
+        queue.admit(prompt, num_blocks=blocks, use_device=False, deadline=Deadline.after(60, CLOCK), **who)
+    )
 
 
 async def settle() -> None:
