@@ -16,7 +16,8 @@ from hypothesis.stateful import (
 
 from headrace.core.block import BlockHash, Chain, HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.clock import SystemClock
-from headrace.core.limits import CHAIN_BLOCKS_MAX, INDEX_BATCH_BLOCKS
+from headrace.core.index_limits import INDEX_BATCH_BLOCKS
+from headrace.core.limits import CHAIN_BLOCKS_MAX
 from headrace.core.members import NO_MATCH, StoreNodeRecord
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.index.redis_connections import RedisConnections

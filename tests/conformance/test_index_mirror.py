@@ -11,7 +11,7 @@ from settled_mirror import SettledMirror
 from headrace.core.block import Chain, HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.clock import SystemClock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import INDEX_SHARDS
+from headrace.core.index_limits import INDEX_SHARDS
 from headrace.core.members import StoreNodeRecord
 from headrace.index import redis_keys
 from headrace.index.redis_connections import RedisConnections

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from headrace.core.limits import KV_EVENTS_REPLAY_TIMEOUT_MS
+from headrace.core.index_limits import KV_EVENTS_REPLAY_TIMEOUT_MS
 
 _END = (-1).to_bytes(8, "big", signed=True)
 # What an array holds after its name; a map names its fields itself.

@@ -6,7 +6,6 @@ gateway can do it and several do no harm.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -16,7 +15,7 @@ from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.limits import STORE_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.core.tenants import file_budgets
-from headrace.gateway.fleet import Fleet, all_of
+from headrace.gateway.fleet import Answers, Fleet, all_of, ask_each
 from headrace.wire.parse import parse_budget
 from headrace.wire.render import render_budget
 from headrace.wire.status import error_of_call, message_of
@@ -54,31 +53,14 @@ def filed_budgets(fleet: Fleet) -> tuple[Budget, ...]:
     return () if ring is None else file_budgets(ring.tenants, bases)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeTables:
-    """The table of each node that answered, and the errors of the others, by holder."""
-
-    by_holder: dict[str, tuple[Budget, ...]]
-    errors: dict[str, str]
-
-
-async def read_budgets(fleet: Fleet, nodes: Sequence[StoreNodeRecord]) -> NodeTables:
+async def read_budgets(fleet: Fleet, nodes: Sequence[StoreNodeRecord]) -> Answers[tuple[Budget, ...]]:
     """Ask each node for its table."""
 
-    async def ask(node: StoreNodeRecord) -> tuple[Budget, ...] | str:
-        try:
-            reply = await fleet.node_stub(node).GetBudgets(admin_pb2.GetBudgetsRequest(), timeout=_TIMEOUT_S)
-            return tuple(parse_budget(row) for row in reply.budgets)
-        except grpc.aio.AioRpcError as failed:
-            return message_of(error_of_call(failed))
-        except InvalidRequest as unreadable:
-            return message_of(unreadable)
+    async def ask(node: StoreNodeRecord) -> tuple[Budget, ...]:
+        reply = await fleet.node_stub(node).GetBudgets(admin_pb2.GetBudgetsRequest(), timeout=_TIMEOUT_S)
+        return tuple(parse_budget(row) for row in reply.budgets)
 
-    answers = dict(zip((node.holder_id for node in nodes), await all_of([ask(node) for node in nodes]), strict=True))
-    return NodeTables(
-        by_holder={holder: answer for holder, answer in answers.items() if not isinstance(answer, str)},
-        errors={holder: answer for holder, answer in answers.items() if isinstance(answer, str)},
-    )
+    return await ask_each(nodes, ask)
 
 
 async def send_budgets(fleet: Fleet, node: StoreNodeRecord, rows: Sequence[Budget]) -> HeadraceError | None:

@@ -13,13 +13,8 @@ from headrace.core.budgets import merge_budgets, rows_to_send
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, IndexUnavailable
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import (
-    CLOCK_SKEW_MS_MAX,
-    DOCTOR_CHAINS_MAX,
-    INDEX_SWEEP_ENTRIES,
-    LIST_BLOCKS_MAX,
-    MEMBER_TTL_MS,
-)
+from headrace.core.index_limits import INDEX_SWEEP_ENTRIES
+from headrace.core.limits import CLOCK_SKEW_MS_MAX, DOCTOR_CHAINS_MAX, LIST_BLOCKS_MAX, MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.carry_budgets import carry_budgets, filed_budgets, read_budgets
 from headrace.gateway.compare_with_index import IndexGaps, KnownChain, compare_with_index

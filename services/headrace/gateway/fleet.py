@@ -6,12 +6,13 @@ are asked is each admin verb's own.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from headrace.core.clock import Deadline
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.generation import ControlReport, DeviceListing, EvictSelector
 from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
@@ -19,6 +20,7 @@ from headrace.gateway.admin_scope import AdminScope
 from headrace.gateway.name_accounts import name_accounts
 from headrace.gateway.resolve_selector import resolve_selector
 from headrace.gateway.service import GatewayService
+from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
 
 Result = TypeVar("Result")
@@ -98,6 +100,34 @@ class Fleet:
         """CacheAdmin of a store node."""
         stub_of: Any = admin_pb2_grpc.CacheAdminStub  # generated code is untyped
         return stub_of(self._channel_to(node.address))
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[Result]):
+    """What each node answered, and the errors of those that did not, by holder."""
+
+    by_holder: dict[str, Result]
+    errors: dict[str, str]
+
+
+async def ask_each(
+    nodes: Sequence[StoreNodeRecord], ask: Callable[[StoreNodeRecord], Awaitable[Result]]
+) -> Answers[Result]:
+    """Ask all nodes at the same time. A failed call, or an answer that cannot be read, is that node's error."""
+
+    async def ask_one(node: StoreNodeRecord) -> Result | HeadraceError:
+        try:
+            return await ask(node)
+        except grpc.aio.AioRpcError as failed:
+            return error_of_call(failed)
+        except InvalidRequest as unreadable:
+            return unreadable
+
+    found = dict(zip((node.holder_id for node in nodes), await all_of([ask_one(node) for node in nodes]), strict=True))
+    return Answers(
+        by_holder={holder: answer for holder, answer in found.items() if not isinstance(answer, HeadraceError)},
+        errors={holder: message_of(error) for holder, error in found.items() if isinstance(error, HeadraceError)},
+    )
 
 
 async def all_of(work: Sequence[Awaitable[Result]]) -> list[Result]:

@@ -5,17 +5,13 @@ is nor what they have.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import grpc
 
 from headrace.core.budgets import TENANTS_FILE, Budget, merge_budgets, settle_budgets
 from headrace.core.members import StoreNodeRecord
 from headrace.core.tenants import Tenant
 from headrace.gateway.admin_scope import AdminScope
 from headrace.gateway.carry_budgets import filed_budgets, read_budgets
-from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
-from headrace.wire.status import error_of_call, message_of
+from headrace.gateway.fleet import TIMEOUT_S, Answers, Fleet, ask_each
 from headrace.wire.v1 import admin_pb2
 
 
@@ -32,29 +28,17 @@ async def list_tenants(fleet: Fleet, scope: AdminScope) -> admin_pb2.ListTenants
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NodeUsage:
-    """What each account has on each node that answered, and the errors of the others, by holder."""
-
-    by_holder: dict[str, dict[str, admin_pb2.AccountUsage]]
-    errors: dict[str, str]
+NodeUsage = Answers[dict[str, admin_pb2.AccountUsage]]  # account -> what it has there
 
 
 async def read_usage(fleet: Fleet, nodes: Sequence[StoreNodeRecord]) -> NodeUsage:
     """Ask each node what its accounts have."""
 
-    async def ask(node: StoreNodeRecord) -> dict[str, admin_pb2.AccountUsage] | str:
-        try:
-            reply = await fleet.node_stub(node).Usage(admin_pb2.UsageRequest(), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as failed:
-            return message_of(error_of_call(failed))
+    async def ask(node: StoreNodeRecord) -> dict[str, admin_pb2.AccountUsage]:
+        reply = await fleet.node_stub(node).Usage(admin_pb2.UsageRequest(), timeout=TIMEOUT_S)
         return {usage.account: usage for usage in reply.accounts}
 
-    answers = dict(zip((node.holder_id for node in nodes), await all_of([ask(node) for node in nodes]), strict=True))
-    return NodeUsage(
-        by_holder={holder: answer for holder, answer in answers.items() if not isinstance(answer, str)},
-        errors={holder: answer for holder, answer in answers.items() if isinstance(answer, str)},
-    )
+    return await ask_each(nodes, ask)
 
 
 def describe_tenant(tenant: Tenant, budgets: Iterable[Budget], usage: NodeUsage) -> admin_pb2.TenantEntry:

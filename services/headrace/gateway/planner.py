@@ -14,7 +14,8 @@ from headrace.core.choose_workers import Plan, RoutingRule, choose_workers
 from headrace.core.clock import Clock
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import GenerateRequest, RequestId, WorkerId
-from headrace.core.limits import CHAIN_BLOCKS_MAX, INDEX_HOLDERS_MAX, PREDICTED_CHAINS_MAX
+from headrace.core.index_limits import INDEX_HOLDERS_MAX
+from headrace.core.limits import CHAIN_BLOCKS_MAX, PREDICTED_CHAINS_MAX
 from headrace.core.members import NO_MATCH, PrefixMatch
 from headrace.core.predicted_blocks import PredictedBlocks
 from headrace.gateway.admit_request import refuse_late

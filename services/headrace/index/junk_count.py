@@ -3,7 +3,7 @@
 import logging
 
 from headrace.core.clock import Clock
-from headrace.core.limits import JUNK_LOG_INTERVAL_MS
+from headrace.core.index_limits import JUNK_LOG_INTERVAL_MS
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 import msgpack
 
-from headrace.core.limits import MEMBER_RECORD_BYTES_MAX
+from headrace.core.index_limits import MEMBER_RECORD_BYTES_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 
 RECORD_VERSION = 3

@@ -16,13 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.core.block import BlockHash, Chain, HolderId, NamespaceId
-from headrace.core.limits import (
-    CHAIN_BLOCKS_MAX,
-    HOLDERS_REMEMBERED,
-    INDEX_MIRROR_DROP_BLOCKS,
-    INDEX_SHARDS,
-    INDEX_SWEEP_MS,
-)
+from headrace.core.index_limits import INDEX_MIRROR_DROP_BLOCKS, INDEX_SHARDS, INDEX_SWEEP_MS
+from headrace.core.limits import CHAIN_BLOCKS_MAX, HOLDERS_REMEMBERED
 from headrace.core.members import NO_MATCH, PrefixMatch
 from headrace.core.prefix_map import PrefixMap
 from headrace.index.redis_keys import Event, Op

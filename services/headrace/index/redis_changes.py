@@ -17,15 +17,15 @@ from redis.exceptions import ResponseError
 from headrace.core.block import BlockHash, HolderId, NamespaceId
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import (
+from headrace.core.index_limits import (
     INDEX_HOLDERS_MAX,
     INDEX_MIRROR_EVENTS,
     INDEX_MIRROR_PAGE_ENTRIES,
     INDEX_MIRROR_PAGE_KEYS,
     INDEX_SHARDS,
-    MEMBER_TTL_MS,
     MEMBERS_MAX,
 )
+from headrace.core.limits import MEMBER_TTL_MS
 from headrace.index.junk_count import JunkCount
 from headrace.index.mirrored_blocks import Alive, Owner
 from headrace.index.redis_connections import RedisCall, RedisConnections, Script

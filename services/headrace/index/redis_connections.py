@@ -31,7 +31,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigInvalid, IndexUnavailable
-from headrace.core.limits import INDEX_PAUSE_MS, INDEX_STALL_GRACE_MS, INDEX_TIMEOUT_MS
+from headrace.core.index_limits import INDEX_PAUSE_MS, INDEX_STALL_GRACE_MS, INDEX_TIMEOUT_MS
 from headrace.index.circuit_breaker import CircuitBreaker, Ticket
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from redis.exceptions import ResponseError
 
 from headrace.core.block import BlockHash, Chain, HolderId, NamespaceId, Tier
 from headrace.core.clock import Clock, SystemClock
-from headrace.core.limits import (
-    CHAIN_BLOCKS_MAX,
+from headrace.core.index_limits import (
     INDEX_BATCH_BLOCKS,
     INDEX_CONNECTIONS_MAX,
     INDEX_EVENT_BLOCKS_MAX,
@@ -27,6 +26,7 @@ from headrace.core.limits import (
     SWEEP_PAGE_KEYS,
     SWEEP_PAGES_MAX,
 )
+from headrace.core.limits import CHAIN_BLOCKS_MAX
 from headrace.core.members import NO_MATCH, PrefixMatch
 from headrace.index.junk_count import JunkCount
 from headrace.index.redis_connections import RedisCall, RedisConnections, Script

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
-from headrace.core.limits import INDEX_SHARDS
+from headrace.core.index_limits import INDEX_SHARDS
 
 _PREFIX = b"hr1:"
 _MEMBERS = _PREFIX + b"{members}:"

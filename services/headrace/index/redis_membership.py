@@ -14,13 +14,13 @@ from redis.exceptions import ReadOnlyError, ResponseError
 from headrace.core.block import HolderId
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import (
+from headrace.core.index_limits import (
     FORGET_MEMBERS_PER_ANNOUNCE,
     MEMBER_RECORD_BYTES_MAX,
-    MEMBER_TTL_MS,
     MEMBERS_MAX,
     MEMBERSHIP_CONNECTIONS_MAX,
 )
+from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.index.junk_count import JunkCount
 from headrace.index.member_records import JunkRecord, decode_record, encode_record

@@ -5,14 +5,13 @@ from collections.abc import Callable
 
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import (
+from headrace.core.index_limits import (
     INDEX_REREGISTER_BLOCKS_PER_S,
     INDEX_REREGISTER_MS,
     INDEX_SWEEP_ENTRIES,
     INDEX_SWEEP_MS,
-    MEMBER_REFRESH_MS,
-    MEMBER_TTL_MS,
 )
+from headrace.core.limits import MEMBER_REFRESH_MS, MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.core.ports import BlockIndex, Membership
 from headrace.store.register_blocks import PendingChanges

@@ -20,7 +20,7 @@ from itertools import islice
 
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId
 from headrace.core.clock import Clock
-from headrace.core.limits import (
+from headrace.core.index_limits import (
     KV_EVENTS_BATCH_TOKENS,
     KV_EVENTS_KEPT_BATCHES_MAX,
     KV_EVENTS_KEPT_BYTES_MAX,

@@ -19,7 +19,7 @@ import zmq.asyncio
 from headrace.config import StoreSettings
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import ConfigInvalid
-from headrace.core.limits import (
+from headrace.core.index_limits import (
     KV_EVENTS_HEARTBEAT_MS,
     KV_EVENTS_REPLAY_AHEAD_BATCHES,
     KV_EVENTS_REPLAY_POLL_MS,

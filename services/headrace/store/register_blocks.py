@@ -21,7 +21,7 @@ from typing import Protocol
 
 from headrace.core.block import BlockHash, BlockHeader, HolderId, NamespaceId, Tier
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import INDEX_BATCH_BLOCKS, INDEX_QUEUE_BLOCKS_MAX, INDEX_RETRY_MS, INDEX_RETRY_MS_MAX
+from headrace.core.index_limits import INDEX_BATCH_BLOCKS, INDEX_QUEUE_BLOCKS_MAX, INDEX_RETRY_MS, INDEX_RETRY_MS_MAX
 from headrace.core.ports import BlockIndex
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.core.block import HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
-from headrace.core.limits import INDEX_EVENT_BLOCKS_MAX, INDEX_EVENTS_MAX
+from headrace.core.index_limits import INDEX_EVENT_BLOCKS_MAX, INDEX_EVENTS_MAX
 from headrace.index import redis_keys
 from headrace.index.redis_index import RedisIndex
 from headrace.index.redis_keys import Op

@@ -17,13 +17,8 @@ from headrace.config import load_config
 from headrace.core.block import BlockHash, Chain, HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.clock import SystemClock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.limits import (
-    INDEX_MIRROR_EVENTS,
-    INDEX_MIRROR_FRESH_MS,
-    INDEX_MIRROR_KEEP_MS,
-    INDEX_SWEEP_MS,
-    MEMBER_TTL_MS,
-)
+from headrace.core.index_limits import INDEX_MIRROR_EVENTS, INDEX_MIRROR_FRESH_MS, INDEX_MIRROR_KEEP_MS, INDEX_SWEEP_MS
+from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import PrefixMatch, StoreNodeRecord
 from headrace.index import redis_keys
 from headrace.index.embedded_valkey import EmbeddedValkey

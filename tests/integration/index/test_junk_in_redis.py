@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from headrace.core.block import HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
-from headrace.core.limits import MEMBER_RECORD_BYTES_MAX
+from headrace.core.index_limits import MEMBER_RECORD_BYTES_MAX
 from headrace.core.members import StoreNodeRecord
 from headrace.index import redis_keys
 from headrace.index.member_records import encode_record

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.block import HashAlgorithm, NamespaceId, hash_prompt
 from headrace.core.clock import SystemClock
-from headrace.core.limits import INDEX_CONNECTIONS_MAX, INDEX_TIMEOUT_MS
+from headrace.core.index_limits import INDEX_CONNECTIONS_MAX, INDEX_TIMEOUT_MS
 from headrace.index.redis_connections import RedisConnections
 from headrace.index.redis_index import RedisIndex
 

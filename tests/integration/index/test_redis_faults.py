@@ -11,7 +11,7 @@ import pytest
 from headrace.core.block import HashAlgorithm, NamespaceId, Tier, hash_prompt
 from headrace.core.clock import SystemClock
 from headrace.core.errors import ConfigInvalid, IndexUnavailable
-from headrace.core.limits import INDEX_CONNECTIONS_MAX, INDEX_PAUSE_MS, INDEX_TIMEOUT_MS
+from headrace.core.index_limits import INDEX_CONNECTIONS_MAX, INDEX_PAUSE_MS, INDEX_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.index.redis_connections import RedisConnections

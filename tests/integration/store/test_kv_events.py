@@ -18,7 +18,7 @@ from headrace.core.block import BlockHash, HashedPrompt, payload_digest
 from headrace.core.clock import SystemClock
 from headrace.core.errors import ConfigInvalid
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import KV_EVENTS_SUBSCRIBER_BATCHES_MAX
+from headrace.core.index_limits import KV_EVENTS_SUBSCRIBER_BATCHES_MAX
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.store.kv_event_format import EventFormat
 from headrace.store.kv_event_log import EventBatch, KvEventLog

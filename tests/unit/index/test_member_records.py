@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from headrace.core.block import CacheSource, HashAlgorithm, KvLayout, Namespace
 from headrace.core.generation import WorkerId
-from headrace.core.limits import MEMBER_RECORD_BYTES_MAX, WORKER_LINKS_MAX
+from headrace.core.index_limits import MEMBER_RECORD_BYTES_MAX
+from headrace.core.limits import WORKER_LINKS_MAX
 from headrace.core.members import MeasuredLink, StoreNodeRecord, WorkerRecord, WorkerRole
 from headrace.index.member_records import RECORD_VERSION, JunkRecord, decode_record, encode_record
 

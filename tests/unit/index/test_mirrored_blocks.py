@@ -5,7 +5,8 @@ from itertools import count
 import pytest
 
 from headrace.core.block import BlockHash, Chain, HashAlgorithm, HolderId, NamespaceId, hash_prompt
-from headrace.core.limits import CHAIN_BLOCKS_MAX, HOLDERS_REMEMBERED, INDEX_MIRROR_DROP_BLOCKS, INDEX_SWEEP_MS
+from headrace.core.index_limits import INDEX_MIRROR_DROP_BLOCKS, INDEX_SWEEP_MS
+from headrace.core.limits import CHAIN_BLOCKS_MAX, HOLDERS_REMEMBERED
 from headrace.core.members import NO_MATCH
 from headrace.index.mirrored_blocks import Alive, MirroredBlocks, Owner
 from headrace.index.redis_keys import Event, Op

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from headrace.core.block import BlockHash, HolderId, NamespaceId
-from headrace.core.limits import INDEX_SHARDS
+from headrace.core.index_limits import INDEX_SHARDS
 from headrace.index import redis_keys
 from headrace.index.redis_keys import BlockKey, Event, NumbersKey, Op
 

@@ -10,7 +10,7 @@ from kv_events_kit import AllBlocksCleared, BlockStored, Follower, decode_maps
 from store_kit import BLOCK_TOKENS, HandClock, make_header, make_prompt
 
 from headrace.core.block import BlockHeader
-from headrace.core.limits import KV_EVENTS_BATCH_TOKENS, KV_EVENTS_SEQUENCE_STRIDE
+from headrace.core.index_limits import KV_EVENTS_BATCH_TOKENS, KV_EVENTS_SEQUENCE_STRIDE
 from headrace.store.kv_event_format import EventFormat, EventHashes
 from headrace.store.kv_event_log import EventBatch, KvEventLog
 
