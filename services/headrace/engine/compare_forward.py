@@ -63,10 +63,10 @@ def forward_difference(model: torch.nn.Module, *, vocab_size: int) -> float:
     runner = ModelRunner(model, PagedKV(layout, len(tables[0]) + len(tables[1])), row_multiple=1, threads=0)
     differences = []
     for step_index, (first, last) in enumerate(pairwise(CUTS)):
-        steps = [SequenceStep(prompts[0][first:last], first, tables[0], True)]
+        steps = [SequenceStep(prompts[0][first:last], first, tables[0], 1)]
         wanted = [references[0][last - 1]]
         if step_index == 1:
-            steps.append(SequenceStep(prompts[1], 0, tables[1], True))
+            steps.append(SequenceStep(prompts[1], 0, tables[1], 1))
             wanted.append(references[1][-1])
         for logits, reference in zip(runner.run_step(steps), wanted, strict=True):
             scale = max(1.0, float(reference.abs().max()))

@@ -28,7 +28,7 @@ class SequenceStep:
     token_ids: tuple[int, ...]
     start: int  # absolute position of the first token; positions [0, start) hold valid KV
     block_ids: Sequence[int]  # block table covering positions [0, start + len(token_ids))
-    wants_logits: bool  # logits of the last token
+    num_logits: int  # of so many of the last tokens, logits are wanted; 0 for none
 
 
 class ModelRunner:
@@ -56,17 +56,18 @@ class ModelRunner:
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """Compute the steps' tokens: writes their KV into their blocks and returns the logits that are wanted.
 
-        Returns [steps that want logits, vocab] float32 on the CPU, in the steps' order. No two steps of one call may be
-        of the same sequence.
+        Returns [sum of num_logits, vocab] float32 on the CPU: step by step, token by token. No two steps
+        of one call may be of the same sequence.
         """
         assert steps
-        assert all(step.token_ids for step in steps)
+        assert all(0 <= step.num_logits <= len(step.token_ids) > 0 for step in steps)
         token_ids = [token for step in steps for token in step.token_ids]
         positions = [p for step in steps for p in range(step.start, step.start + len(step.token_ids))]
         context = self._lay_out(steps)
-        wanted = [
-            span.row + span.num_rows - 1 for step, span in zip(steps, context.spans, strict=True) if step.wants_logits
-        ]
+        wanted: list[int] = []
+        for step, span in zip(steps, context.spans, strict=True):
+            end = span.row + span.num_rows
+            wanted += range(end - step.num_logits, end)
         self.use_threads(len(token_ids))
         device = self.kv.device
         with attending(context):

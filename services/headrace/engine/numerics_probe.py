@@ -53,7 +53,7 @@ def probe_numerics(runner: ModelRunner) -> str:
     """
     prompt = _tokens(PROBE_TOKENS, runner, salt=1)
     table = list(range(-(-len(prompt) // runner.kv.layout.block_tokens)))
-    runner.run_step([SequenceStep(prompt, 0, table, False)])
+    runner.run_step([SequenceStep(prompt, 0, table, 0)])
     return hashlib.sha256(_kv_bytes(runner, table, len(prompt))).hexdigest()[:32]
 
 
@@ -70,10 +70,10 @@ def _runs_agree(runner: ModelRunner) -> bool:
     table = tables[0][::-1]
 
     def piece(first: int, last: int) -> SequenceStep:
-        return SequenceStep(prompt[first:last], first, table, True)
+        return SequenceStep(prompt[first:last], first, table, 1)
 
     def stranger(which: int, first: int, last: int) -> SequenceStep:
-        return SequenceStep(strangers[which][first:last], first, tables[1 + which], True)
+        return SequenceStep(strangers[which][first:last], first, tables[1 + which], 1)
 
     middle, end = TILE + 1, PROBE_TOKENS
     whole = runner.run_step([piece(0, end)])[0]

@@ -112,7 +112,7 @@ class Run:
             token_ids=tuple(self._token_ids[rows.start : rows.stop]),
             start=rows.start,
             block_ids=tuple(self.block_ids),
-            wants_logits=rows.wants_logits,
+            num_logits=rows.num_logits,
         )
 
     def computed(self, stop: int) -> HashedPrompt | None:

@@ -53,7 +53,7 @@ class PlannedRows:
     start: int
     stop: int
     new_blocks: int
-    wants_logits: bool
+    num_logits: int  # of the last so many positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _rows(sequence: SequenceState, num_rows: int, limits: StepLimits) -> Planned
         start=sequence.num_computed,
         stop=stop,
         new_blocks=max(0, _blocks_for(stop, limits) - sequence.num_blocks),
-        wants_logits=sequence.wants_logits and stop == sequence.num_target,
+        num_logits=int(sequence.wants_logits and stop == sequence.num_target),
     )
 
 

@@ -102,7 +102,7 @@ class _Runs:
             stop = min(len(tokens), start + self.chunk_tokens)
             is_last = stop == len(tokens)
             step = SequenceStep(
-                token_ids=tuple(tokens[start:stop]), start=start, block_ids=self.table, wants_logits=is_last
+                token_ids=tuple(tokens[start:stop]), start=start, block_ids=self.table, num_logits=int(is_last)
             )
             logits = runner.run_step([step])  # [1 if is_last else 0, vocab]
             if is_last:

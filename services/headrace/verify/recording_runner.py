@@ -18,7 +18,7 @@ class RecordingRunner:
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """As ModelRunner.run_step."""
-        logits = self._runner.run_step(steps)  # [steps that want logits, vocab] float32
+        logits = self._runner.run_step(steps)  # [sum of num_logits, vocab] float32
         self._digest.update(logits.numpy().tobytes())
         self._num_rows += len(logits)
         return logits

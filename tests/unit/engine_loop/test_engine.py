@@ -77,7 +77,7 @@ async def test_preempted_sequences_give_the_answer_they_would_have_given(make_en
     for got, want in zip(replies, expected, strict=True):
         assert_equal(got, want)
         assert [block.block_hash for block in got.filled] == [block.block_hash for block in want.filled]
-    assert tight.num_preemptions, "the pool was not tight enough to test anything"
+    assert tight.steps.num_preemptions, "the pool was not tight enough to test anything"
 
 
 async def test_every_prompt_length_gets_the_same_answer_from_blocks_that_are_already_there(
@@ -322,7 +322,7 @@ async def test_a_short_prompt_overtakes_a_long_one_that_is_being_computed(make_e
 
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(answer("long", 400))
-        await until(lambda: engine.num_steps > 2)
+        await until(lambda: engine.steps.num_steps > 2)
         group.create_task(answer("short", 12))
     assert ended == ["short", "long"]
 
@@ -333,9 +333,9 @@ async def test_a_preempted_sequence_gets_blocks_before_new_prompts_do(make_engin
     params = make_params(52, logprobs=None)
     old = asyncio.create_task(generate(engine, make_tokens(8, seed=1), sampling=params))
     young = asyncio.create_task(generate(engine, make_tokens(8, seed=2), sampling=params))
-    await until(lambda: engine.num_preemptions > 0)
+    await until(lambda: engine.steps.num_preemptions > 0)
     admission = await admit(engine, [1])
-    assert engine.num_without_blocks == 0, "a preempted sequence still waits for blocks"
+    assert engine.steps.num_without_blocks == 0, "a preempted sequence still waits for blocks"
     engine.release(admission)
     await asyncio.gather(old, young)
 
@@ -347,7 +347,7 @@ async def test_what_a_sequence_leaves_has_its_time_to_live_also_when_it_was_pree
     params = make_params(36, logprobs=None)
     replies = [generate(engine, prompt, use_device=True, sampling=params, ttl_s=600) for prompt in prompts]
     await asyncio.gather(*replies)
-    assert engine.num_preemptions, "the pool was not tight enough to test anything"
+    assert engine.steps.num_preemptions, "the pool was not tight enough to test anything"
     blocks = engine.pool.describe(Selection())
     left_s = [block.expires_unix_ms / 1_000 - CLOCK.unix_ms() / 1_000 for block in blocks]
     assert len(blocks) > 5
@@ -455,9 +455,9 @@ async def test_closing_a_stream_frees_its_blocks_at_the_next_step_and_not_during
     assert engine.pool.available_blocks < 64
     runner.gate.set()
     await until(lambda: engine.pool.available_blocks == 64)
-    steps = engine.num_steps
+    steps = engine.steps.num_steps
     await asyncio.sleep(0.05)
-    assert engine.num_steps == steps, "it goes on computing for nobody"
+    assert engine.steps.num_steps == steps, "it goes on computing for nobody"
     assert engine.load().running == 0
 
 

@@ -62,7 +62,7 @@ def test_prompts_are_computed_in_the_order_of_their_turns() -> None:
 
 def test_logits_are_wanted_of_the_last_known_token_only() -> None:
     rows = plan([make_sequence(1, computed=0, target=5), make_sequence(2, computed=0, target=9)]).rows
-    assert [row.wants_logits for row in rows] == [True, False]
+    assert [row.num_logits for row in rows] == [1, 0]
 
 
 def test_sequences_join_in_order_of_admission_while_the_batch_has_room() -> None:
@@ -75,7 +75,7 @@ def test_sequences_join_in_order_of_admission_while_the_batch_has_room() -> None
 
 def test_a_row_that_opens_a_block_is_given_one() -> None:
     rows = plan([make_sequence(1, computed=4, target=5, blocks=1)]).rows
-    assert rows == (PlannedRows(key=1, start=4, stop=5, new_blocks=1, wants_logits=True),)
+    assert rows == (PlannedRows(key=1, start=4, stop=5, new_blocks=1, num_logits=1),)
 
 
 def test_the_most_recently_admitted_holder_gives_way_when_blocks_run_short() -> None:
@@ -154,7 +154,7 @@ def test_every_sequence_finishes_within_bounds_whatever_the_pool(
                     sequence.blocks += row.new_blocks
                     assert row.stop <= sequence.blocks * block_tokens
                     sequence.computed = row.stop
-                    if row.wants_logits:
+                    if row.num_logits:
                         sequence.known += 1
                         if sequence.known - sequence.prompt == sequence.output:
                             del todo[row.key]

@@ -12,7 +12,7 @@ DECODE = DecodeCost(base_s=0.02, sequence_s=0.005, kv_token_s=1e-6)
 
 
 def rows(*spans: tuple[int, int]) -> list[PlannedRows]:
-    return [PlannedRows(key, start, stop, 0, wants_logits=True) for key, (start, stop) in enumerate(spans)]
+    return [PlannedRows(key, start, stop, 0, num_logits=1) for key, (start, stop) in enumerate(spans)]
 
 
 def test_a_mixed_step_teaches_what_a_prompt_costs_without_the_sequences_beside_it():

@@ -44,12 +44,12 @@ def paged_greedy(runner, prompts, count, seed):
             if len(sequence) == len(prompts[i]) + count:
                 continue
             chunk = tuple(sequence[done[i] : done[i] + dice.randint(1, 70)])
-            steps.append(SequenceStep(chunk, done[i], tables[i], done[i] + len(chunk) == len(sequence)))
+            steps.append(SequenceStep(chunk, done[i], tables[i], int(done[i] + len(chunk) == len(sequence))))
             whose.append(i)
             done[i] += len(chunk)
         logits = iter(runner.run_step(steps))
         for step, i in zip(steps, whose, strict=True):
-            if step.wants_logits:
+            if step.num_logits:
                 tokens[i].append(int(next(logits).argmax()))
     return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)]
 

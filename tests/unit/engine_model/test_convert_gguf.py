@@ -170,10 +170,10 @@ def test_the_real_default_model_answers_in_sensible_english_and_exactly(tmp_path
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     tokens, table = list(prompt), list(range(4))
-    logits = loaded.runner.run_step([SequenceStep(tuple(tokens), 0, table, True)])[0]
+    logits = loaded.runner.run_step([SequenceStep(tuple(tokens), 0, table, 1)])[0]
     while int(logits.argmax()) not in loaded.eos_token_ids and len(tokens) < len(prompt) + 20:
         tokens.append(int(logits.argmax()))
-        logits = loaded.runner.run_step([SequenceStep((tokens[-1],), len(tokens) - 1, table, True)])[0]
+        logits = loaded.runner.run_step([SequenceStep((tokens[-1],), len(tokens) - 1, table, 1)])[0]
     assert "The capital of France is Paris" in tokenizer.decode(tokens[len(prompt) :])
-    again = loaded.runner.run_step([SequenceStep(tuple(tokens), 0, [9, 8, 7, 6], True)])[0]
+    again = loaded.runner.run_step([SequenceStep(tuple(tokens), 0, [9, 8, 7, 6], 1)])[0]
     assert torch.equal(again, logits)

@@ -59,7 +59,7 @@ class Reference:
     def compute(self, tokens):
         """Logits of the last token; the pool then holds the tokens' KV in blocks 0.. in order."""
         self.runner.kv.pool.zero_()
-        return self.runner.run_step([SequenceStep(tuple(tokens), 0, self.table, True)])[0]
+        return self.runner.run_step([SequenceStep(tuple(tokens), 0, self.table, 1)])[0]
 
 
 def count_differences(model, seed, *, block_tokens, row_multiple=4):
@@ -92,12 +92,12 @@ def count_differences(model, seed, *, block_tokens, row_multiple=4):
             if done == len(tokens) or dice.random() < 0.3:
                 continue
             last = min(len(tokens), done + dice.choice((1, 1, 2, 3, 17, 64, 128, 250)))
-            steps.append(SequenceStep(tokens[done:last], done, table, dice.random() < 0.6))
+            steps.append(SequenceStep(tokens[done:last], done, table, int(dice.random() < 0.6)))
             checks.append(tokens[:last])
             sequence[2] = last
         if not steps:
             continue
-        wanted = [check for check, step in zip(checks, steps, strict=True) if step.wants_logits]
+        wanted = [check for check, step in zip(checks, steps, strict=True) if step.num_logits]
         for logits, check in zip(runner.run_step(steps), wanted, strict=True):
             bad_logits += not torch.equal(logits, reference.compute(check))
             compared += 1

@@ -38,7 +38,7 @@ def load(path, tmp_path, *, engine=ENGINE, said=None, **settings):
 def test_a_loaded_model_answers_and_says_what_others_need_to_know(tiny, tmp_path):
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     loaded = load(tiny, tmp_path)
-    logits = loaded.runner.run_step([SequenceStep((1, 2, 3), 0, [7], True)])
+    logits = loaded.runner.run_step([SequenceStep((1, 2, 3), 0, [7], 1)])
     assert logits.shape == (1, VOCAB_SIZE)
     assert logits.dtype == torch.float32
     assert (loaded.name, loaded.path, loaded.context_tokens_max) == ("tiny-llama", tiny, 512)
