@@ -20,6 +20,7 @@ from headrace.core.block import (
     BlockHash,
     BlockHeader,
     HashAlgorithm,
+    KvCodec,
     KvLayout,
     NamespaceId,
     hash_block,
@@ -33,6 +34,7 @@ _DIGEST_BYTES = 8
 _HASH_BYTES = (16, 32)
 _PRODUCER_CHARS_MAX = 128
 _NARROWED_FROM_MAX = 2  # the model's own namespace, and its trust group's
+_CODECS = frozenset(codec.value for codec in KvCodec)
 _LAYOUT_TYPES = tuple((field.name, field.type) for field in fields(KvLayout))
 
 
@@ -200,7 +202,7 @@ def _parse_layout(row: list[Any]) -> KvLayout:
         _require(type(value) is kind, f"layout.{name}")
     layout = KvLayout(*row)
     _require(layout.dtype in DTYPE_BYTES, "layout.dtype")
-    _require(layout.codec == "raw", "layout.codec")
+    _require(layout.codec in _CODECS, "layout.codec")
     for name in ("num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size"):
         _require(getattr(layout, name) > 0, f"layout.{name}")
     _require(0 <= layout.tensor_parallel_rank < layout.tensor_parallel_size, "layout.tensor_parallel_rank")

@@ -59,35 +59,64 @@ class CacheSource(StrEnum):
     GRPC = "grpc"
 
 
+class KvCodec(StrEnum):
+    """How the numbers of a payload are written down (docs/codecs.md). All but RAW lose something."""
+
+    RAW = "raw"  # the model's own numbers
+    INT8 = "int8"  # keys scaled per channel over the block's tokens, values per token
+    FP8 = "fp8"  # e4m3, keys and values scaled per token
+    INT8_TOKEN = "int8_token"  # as an int8 pool has them: keys and values scaled per token
+    FP8_TOKEN = "fp8_token"  # as an fp8 pool has them
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape and meaning of one block's payload: `[num_layers, 2, num_kv_heads, block_tokens, head_dim]`, contiguous."""
+    """Shape and meaning of one block's payload: `[num_layers, 2, num_kv_heads, block_tokens, head_dim]`, contiguous.
 
-    dtype: str  # "bfloat16" | "float32" | "float16"
+    Every codec but raw puts the scales before the numbers: `[amax of the keys, amax of the values, codes]`.
+    """
+
+    dtype: str  # of the model: "bfloat16" | "float32" | "float16"
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_tokens: int
-    codec: str = "raw"
+    codec: str = "raw"  # a KvCodec's value
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """The payload's axes: `[num_layers, 2, num_kv_heads, block_tokens, head_dim]`."""
+        """The axes of a block's numbers: `[num_layers, 2, num_kv_heads, block_tokens, head_dim]`."""
         return (self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim)
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token: 2 x layers x kv heads x head dim x bytes per element."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Payload bytes of one token: a block's divided by its tokens, rounded up.
+
+        Raw: 2 x layers x kv heads x head dim x bytes per element.
+        """
+        return -(-self.block_bytes // self.block_tokens)
 
     @property
     def block_bytes(self) -> int:
-        """Payload bytes of one block."""
-        return self.token_bytes * self.block_tokens
+        """Payload bytes of one block.
+
+        Numbers: 2 x layers x kv heads x block tokens x head dim, at the dtype's bytes each in raw, at 1 byte else.
+        Scales, at the dtype's bytes each: none in raw; layers x kv heads x (head dim + block tokens) in int8, one for
+        each channel of the keys and each token of the values; 2 x layers x kv heads x block tokens in the others.
+        """
+        heads, width = self.num_layers * self.num_kv_heads, DTYPE_BYTES[self.dtype]
+        numbers = 2 * heads * self.block_tokens * self.head_dim
+        if self.codec == KvCodec.RAW:
+            return numbers * width
+        if self.codec == KvCodec.INT8:
+            return numbers + heads * (self.head_dim + self.block_tokens) * width
+        assert self.codec in _ROW_CODECS, self.codec
+        return numbers + 2 * heads * self.block_tokens * width
 
 
+_ROW_CODECS = (KvCodec.FP8, KvCodec.INT8_TOKEN, KvCodec.FP8_TOKEN)  # one scale for each head's row of a token
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 

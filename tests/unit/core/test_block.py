@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.core.block import (
     HashAlgorithm,
+    KvCodec,
     KvLayout,
     Namespace,
     NamespaceId,
@@ -107,6 +108,23 @@ def test_block_bytes_follow_the_formula():
     layout = KvLayout(dtype="bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=64)
     assert layout.token_bytes == 2 * 30 * 3 * 64 * 2 == 23_040
     assert layout.block_bytes == 64 * 23_040
+
+
+def test_coded_blocks_have_a_byte_for_each_number_and_their_scales():
+    """Fails if a scale were left out: a block would be cut off, or read beyond its end."""
+    raw = KvLayout(dtype="bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=32)
+    numbers = 2 * 30 * 3 * 32 * 64
+    assert replace(raw, codec="int8").block_bytes == numbers + 30 * 3 * (64 + 32) * 2
+    for codec in ("fp8", "int8_token", "fp8_token"):
+        assert replace(raw, codec=codec).block_bytes == numbers + 2 * 30 * 3 * 32 * 2
+        assert replace(raw, codec=codec, dtype="float32").block_bytes == numbers + 2 * 30 * 3 * 32 * 4
+
+
+def test_the_default_models_blocks_take_at_most_053_of_their_raw_bytes():
+    raw = KvLayout(dtype="bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=64)
+    for codec in KvCodec:
+        if codec is not KvCodec.RAW:
+            assert replace(raw, codec=codec.value).block_bytes <= 0.53 * raw.block_bytes
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from store_kit import LAYOUT, make_header, make_prompt
 
 from headrace.blocks.block_codec import MAGIC, decode_header, encode_header, verify_header, verify_identity
-from headrace.core.block import DTYPE_BYTES, BlockHash, BlockHeader, HashAlgorithm, KvLayout, NamespaceId
+from headrace.core.block import DTYPE_BYTES, BlockHash, BlockHeader, HashAlgorithm, KvCodec, KvLayout, NamespaceId
 from headrace.core.errors import BlockCorrupt
 from headrace.core.limits import BLOCK_TOKENS_MAX, HEADER_BYTES_MAX
 
@@ -27,6 +27,7 @@ def make_golden_headers() -> dict[str, BlockHeader]:
         "narrowed_first_block": replace(
             make_header(fast, 0), narrowed_from=(NamespaceId("ab" * 16), NamespaceId("cd" * 16))
         ),
+        "int8_first_block": make_header(fast, 0, layout=replace(LAYOUT, codec="int8")),
         "sha256_third_block": replace(make_header(slow, 2), payload_xxh3=2**64 - 1, producer="prefill-ü"),
     }
 
@@ -40,6 +41,7 @@ def layouts() -> st.SearchStrategy[KvLayout]:
         num_kv_heads=size,
         head_dim=size,
         block_tokens=st.integers(1, 40),
+        codec=st.sampled_from([codec.value for codec in KvCodec]),
         tensor_parallel_rank=st.just(0),
         tensor_parallel_size=st.integers(1, 8),
     )
