@@ -14,10 +14,12 @@ The rules, in order:
    `prefill_chunk_tokens + batch_sequences_max` rows.
 4. When blocks run short, the most recently admitted holder gives way and is recomputed later. The oldest sequence
    therefore always gets on, and nothing is preempted for ever.
+5. Drafts of tokens (`speculation.py`) come last: they have what prompts left of `prefill_chunk_tokens`, and open a
+   block only where enough are free that nobody gives way for it and no sequence waits for blocks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class SequenceState:
     in_batch: bool
     wants_logits: bool  # of the last target position
     turn: int = 0  # place among prompts, lower first
+    num_drafts: int = 0  # tokens behind the target that might be computed, too: of those who lack their newest only
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_computed < self.num_target
@@ -54,6 +57,7 @@ class PlannedRows:
     stop: int
     new_blocks: int
     num_logits: int  # of the last so many positions
+    num_drafts: int = 0  # so many of the last positions are drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,11 @@ def schedule_step(
     rows = _plan_rows(_batch(by_turn, joins), limits)
     if _growth(rows) > available_blocks:
         return Preempt(key=max(sequence.key for sequence in by_turn if sequence.num_blocks > 0))
+    if any(sequence.num_drafts for sequence in by_turn):
+        waits_for_blocks = any(sequence.num_blocks == 0 for sequence in by_turn)
+        # Whoever is here may grow by one more block before the drafts' blocks are needed anyway.
+        spare_blocks = 0 if waits_for_blocks else available_blocks - _growth(rows) - len(by_turn)
+        rows = _with_drafts(rows, {sequence.key: sequence for sequence in by_turn}, limits, spare_blocks=spare_blocks)
     return StepPlan(joins=tuple(sequence.key for sequence in joins), rows=tuple(rows))
 
 
@@ -128,6 +137,33 @@ def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[Plann
             rows.append(_rows(sequence, num_rows, limits))
             left -= num_rows
     return rows
+
+
+def _with_drafts(
+    rows: Sequence[PlannedRows], by_key: Mapping[int, SequenceState], limits: StepLimits, *, spare_blocks: int
+) -> list[PlannedRows]:
+    """The same rows, with drafts behind those of newest tokens as far as there is room for them."""
+    left = limits.prefill_chunk_tokens
+    left -= sum(row.stop - row.start for row in rows if not _lacks_newest_only(by_key[row.key]))
+    drafted = []
+    for row in rows:
+        sequence = by_key[row.key]
+        wanted = min(sequence.num_drafts, left) if _lacks_newest_only(sequence) and sequence.wants_logits else 0
+        blocks = sequence.num_blocks + row.new_blocks
+        more_blocks = min(max(0, spare_blocks), max(0, _blocks_for(row.stop + wanted, limits) - blocks))
+        num_drafts = min(wanted, (blocks + more_blocks) * limits.block_tokens - row.stop)
+        spare_blocks -= more_blocks
+        left -= num_drafts
+        drafted.append(
+            replace(
+                row,
+                stop=row.stop + num_drafts,
+                new_blocks=row.new_blocks + more_blocks,
+                num_logits=row.num_logits + num_drafts,
+                num_drafts=num_drafts,
+            )
+        )
+    return drafted
 
 
 def _lacks_newest_only(sequence: SequenceState) -> bool:

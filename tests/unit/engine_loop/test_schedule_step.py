@@ -101,6 +101,33 @@ def test_who_holds_blocks_may_pass_a_preempted_one_that_does_not_fit() -> None:
     assert plan([preempted, holder], available=2).joins == (2,)
 
 
+def test_drafts_have_what_prompts_left_and_stop_nobody() -> None:
+    """Fails if a draft delays a prompt's chunk or somebody's newest token, or makes a step longer than its bound."""
+    prompt = make_sequence(1, computed=0, target=6)
+    streams = [replace(make_sequence(key, computed=20, target=21, blocks=7), num_drafts=3) for key in (2, 3)]
+    rows = plan([prompt, *streams]).rows
+    assert {row.key: (row.stop - row.start, row.num_drafts, row.num_logits) for row in rows} == {
+        1: (6, 0, 1),
+        2: (3, 2, 3),
+        3: (1, 0, 1),
+    }
+    long_prompt = make_sequence(1, computed=0, target=1000)
+    assert [row.num_drafts for row in plan([long_prompt, *streams]).rows] == [0, 0, 0]
+
+
+def test_a_draft_opens_a_block_only_where_plenty_are_free() -> None:
+    """Fails if a draft takes a block that somebody else's next token, or a sequence without blocks, would need."""
+    stream = replace(make_sequence(1, computed=6, target=7, blocks=2), num_drafts=5)
+    other = make_sequence(2, computed=6, target=7, blocks=2)
+    (row, _) = plan([stream, other], available=2).rows
+    assert (row.num_drafts, row.new_blocks) == (1, 0)
+    (row, _) = plan([stream, other], available=3).rows
+    assert (row.num_drafts, row.new_blocks) == (5, 1)
+    preempted = make_sequence(3, computed=0, target=400, blocks=0, in_batch=False)
+    (row, _) = plan([stream, other, preempted], available=30).rows
+    assert (row.num_drafts, row.new_blocks) == (1, 0)
+
+
 @dataclass
 class Simulated:
     prompt: int
@@ -118,9 +145,10 @@ class Simulated:
     chunk=st.integers(1, 20),
     batch=st.integers(1, 5),
     block_tokens=st.integers(4, 7),
+    drafts=st.integers(0, 4),
 )
 def test_every_sequence_finishes_within_bounds_whatever_the_pool(
-    sizes: list[tuple[int, int]], pool_blocks: int, chunk: int, batch: int, block_tokens: int
+    sizes: list[tuple[int, int]], pool_blocks: int, chunk: int, batch: int, block_tokens: int, drafts: int
 ) -> None:
     """Runs plans to the end. Fails on a livelock (preempt and resume for ever), an overdraft or an over-full step."""
     limits = StepLimits(prefill_chunk_tokens=chunk, batch_sequences_max=batch, block_tokens=block_tokens)
@@ -131,7 +159,16 @@ def test_every_sequence_finishes_within_bounds_whatever_the_pool(
         assert num_plans < 4_000
         available = pool_blocks - sum(s.blocks for s in todo.values())
         states = [
-            SequenceState(key, s.computed, s.known, s.blocks, s.in_batch, wants_logits=True) for key, s in todo.items()
+            SequenceState(
+                key,
+                s.computed,
+                s.known,
+                s.blocks,
+                s.in_batch,
+                wants_logits=True,
+                num_drafts=min(drafts, s.output - (s.known - s.prompt) - 1) if s.known - s.computed == 1 else 0,
+            )
+            for key, s in todo.items()
         ]
         match schedule_step(states, limits, available_blocks=available):
             case Preempt(key=key):
@@ -150,11 +187,13 @@ def test_every_sequence_finishes_within_bounds_whatever_the_pool(
                 for row in rows:
                     sequence = todo[row.key]
                     assert sequence.in_batch
-                    assert row.start == sequence.computed < row.stop <= sequence.known
+                    assert row.start == sequence.computed < row.stop - row.num_drafts <= sequence.known
                     sequence.blocks += row.new_blocks
                     assert row.stop <= sequence.blocks * block_tokens
-                    sequence.computed = row.stop
+                    kept = (row.key + num_plans) % (row.num_drafts + 1)  # of the drafts, and the rest is wrong
+                    sequence.computed = row.stop - row.num_drafts + kept
                     if row.num_logits:
-                        sequence.known += 1
+                        assert row.num_drafts <= row.num_logits - 1
+                        sequence.known += 1 + kept
                         if sequence.known - sequence.prompt == sequence.output:
                             del todo[row.key]
