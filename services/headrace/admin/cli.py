@@ -9,6 +9,7 @@ from headrace.admin.cache_details import show_block, why_miss
 from headrace.admin.chat import chat
 from headrace.admin.completion_command import completion
 from headrace.admin.config_commands import config
+from headrace.admin.diagnose_command import diagnose
 from headrace.admin.doctor import doctor
 from headrace.admin.event_commands import events
 from headrace.admin.explanation import explain
@@ -56,6 +57,7 @@ for command in (
     chat,
     cache,
     verify,
+    diagnose,
     demo,
     bench,
     store_node,

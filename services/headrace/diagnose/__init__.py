@@ -1,0 +1,1 @@
+"""`headrace diagnose`: is it arithmetic, memory or the way between them that limits this model on this machine?"""

@@ -1,0 +1,211 @@
+"""One model on one machine: how long its steps take, how long they would at least, and what that says.
+
+Owns which steps are measured and how; the arithmetic is `core/model_work.py`'s, the sentences are `give_advice.py`'s.
+Runs the engine's own model runner, in the calling thread, on blocks of a pool of its own.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.config import Config
+from headrace.core.block import HashAlgorithm
+from headrace.core.model_work import MachineLimits, ModelWork, Work
+from headrace.diagnose.measure_machine import measure_machine
+from headrace.engine.load_model import LoadedModel, load_model
+from headrace.engine.model_runner import SequenceStep
+
+Report = Callable[[str], None]
+
+PREFILL_TOKENS = (16, 64, 256)
+DECODE_BATCHES = (1, 4, 8, 16)
+DECODE_CONTEXTS = (128, 1_024)
+CONTEXTS_SHOWN = (1_024, 4_096, 16_384, 65_536)
+SEQUENCES_SHOWN = (1, 4, 16, 64)
+STEPS_MEASURED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One kind of step: what it must do, and what it took (the median of STEPS_MEASURED)."""
+
+    what: str  # "prefill" | "decode"
+    batch: int
+    tokens: int  # prefill: computed in the step; decode: context of each sequence
+    work: Work
+    least_ms: float
+    measured_ms: float
+    limit: str  # "bandwidth" | "compute": which of the two the least time comes from
+
+    @property
+    def ratio(self) -> float:
+        """Measured over least."""
+        return self.measured_ms / self.least_ms
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """So many sequences at once: how long each may be."""
+
+    sequences: int
+    kv_passes_weights_tokens: int  # from there on a step reads more KV than weights
+    fit_tokens: int  # at which the machine's free memory is full of KV
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that was measured of one model on one machine."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    limits: MachineLimits
+    work: ModelWork
+    free_bytes: int  # for KV: free memory, the weights being loaded
+    steps: tuple[StepRow, ...]
+    compute_bound_batch: dict[int, float | None]  # context -> sequences, as ModelWork.compute_bound_batch
+    memory: tuple[MemoryRow, ...]
+
+
+def diagnose_model(config: Config, *, report: Report) -> Diagnosis:
+    """Load the configured model and measure it; a minute or two on CPU. Blocks.
+
+    Raises what `load_model` raises: ModelRefused, ConfigInvalid.
+    """
+    model = _load(config, report)
+    work = model_work(model)
+    report("measuring the machine: large products, and reading memory from end to end")
+    threads = torch.get_num_threads()
+    limits = measure_machine(model.runner.model.dtype, model.kv.device, threads=threads)
+    context_max = model.kv.num_blocks * model.kv.layout.block_tokens // max(DECODE_BATCHES)
+    steps = [_prefill_row(model, work, limits, tokens, report) for tokens in PREFILL_TOKENS if tokens <= context_max]
+    steps += [
+        _decode_row(model, work, limits, batch, context, report)
+        for context in DECODE_CONTEXTS
+        if context + STEPS_MEASURED < context_max
+        for batch in DECODE_BATCHES
+    ]
+    free_bytes = _free_bytes(model.kv.device) + model.kv.num_blocks * model.kv.layout.block_bytes
+    return Diagnosis(
+        model=model.name,
+        dtype=model.kv.layout.dtype,
+        device=model.kv.device.type,
+        threads=threads,
+        limits=limits,
+        work=work,
+        free_bytes=free_bytes,
+        steps=tuple(steps),
+        compute_bound_batch={c: work.compute_bound_batch(c, limits) for c in (0, *CONTEXTS_SHOWN)},
+        memory=tuple(
+            MemoryRow(
+                sequences=sequences,
+                kv_passes_weights_tokens=-(-work.kv_passes_weights_tokens // sequences),
+                fit_tokens=free_bytes // work.kv_token_bytes // sequences,
+            )
+            for sequences in SEQUENCES_SHOWN
+        ),
+    )
+
+
+def model_work(model: LoadedModel) -> ModelWork:
+    """Count the weights that steps multiply with, on a copy of the model without memory: the loaded one's are packed.
+
+    Every matrix counts but the input embeddings, of which a step reads rows only. All experts count where there are
+    some, though a step may use few of them.
+    """
+    config = AutoConfig.from_pretrained(model.path)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    embedding_weights = {
+        id(parameter)
+        for module in empty.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
+    output = empty.get_output_embeddings().weight
+    layer_weights = sum(
+        parameter.numel()
+        for parameter in empty.parameters()
+        if parameter.dim() >= 2 and id(parameter) not in embedding_weights and parameter is not output
+    )
+    layout = model.kv.layout
+    return ModelWork(
+        layer_weights=layer_weights,
+        output_weights=output.numel(),
+        weight_bytes=torch.finfo(model.runner.model.dtype).bits // 8,
+        attention_width=layout.num_layers * config.get_text_config().num_attention_heads * layout.head_dim,
+        kv_token_bytes=layout.token_bytes,
+    )
+
+
+def _load(config: Config, report: Report) -> LoadedModel:
+    """With a pool for the largest batch at the longest context, whatever a serving worker would have."""
+    wanted = max(DECODE_BATCHES) * (max(DECODE_CONTEXTS) + 2 * config.engine.block_tokens)
+    return load_model(
+        config.model,
+        replace(config.engine, pool_tokens=max(wanted, 2 * config.engine.block_tokens)),
+        trust_group=config.gateway.trust_group,
+        hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
+        report=report,
+    )
+
+
+def _prefill_row(model: LoadedModel, work: ModelWork, limits: MachineLimits, tokens: int, report: Report) -> StepRow:
+    table = tuple(range(-(-tokens // model.kv.layout.block_tokens)))
+    step = SequenceStep(tuple(range(1, tokens + 1)), 0, table, 1)
+    measured_s = _median_seconds(lambda _: model.runner.run_step([step]))
+    return _row("prefill", 1, tokens, work.prefill(tokens), limits, measured_s, report)
+
+
+def _decode_row(
+    model: LoadedModel, work: ModelWork, limits: MachineLimits, batch: int, context: int, report: Report
+) -> StepRow:
+    """The KV of the context is whatever the pool holds: zeros or old numbers take as long as any others."""
+    blocks = -(-(context + STEPS_MEASURED + 1) // model.kv.layout.block_tokens)
+    tables = [tuple(range(first * blocks, (first + 1) * blocks)) for first in range(batch)]
+
+    def step(number: int) -> object:
+        return model.runner.run_step([SequenceStep((1,), context + number, table, 1) for table in tables])
+
+    return _row("decode", batch, context, work.decode_step(batch, context), limits, _median_seconds(step), report)
+
+
+def _row(
+    what: str, batch: int, tokens: int, work: Work, limits: MachineLimits, measured_s: float, report: Report
+) -> StepRow:
+    row = StepRow(
+        what=what,
+        batch=batch,
+        tokens=tokens,
+        work=work,
+        least_ms=work.least_seconds(limits) * 1e3,
+        measured_ms=measured_s * 1e3,
+        limit="bandwidth" if work.is_bandwidth_bound(limits) else "compute",
+    )
+    where = f"{tokens} tokens" if what == "prefill" else f"batch {batch}, context {tokens:,}"
+    report(f"{what}, {where}: {row.measured_ms:.1f} ms, at least {row.least_ms:.1f} ms ({row.limit})")
+    return row
+
+
+def _median_seconds(step: Callable[[int], object]) -> float:
+    """Of STEPS_MEASURED steps, numbered, after one that does not count."""
+    times = []
+    for number in (0, *range(STEPS_MEASURED)):
+        started_s = time.perf_counter()
+        step(number)
+        times.append(time.perf_counter() - started_s)
+    return median(islice(times, 1, None))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,81 @@
+"""`headrace diagnose` as a user runs it, on a tiny model, and what its sentences say."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from click.testing import CliRunner
+from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+from headrace.admin.cli import main
+from headrace.core.model_work import MachineLimits, ModelWork
+from headrace.diagnose.diagnose_model import Diagnosis, MemoryRow, StepRow
+from headrace.diagnose.give_advice import give_advice
+
+WORK = ModelWork(
+    layer_weights=900_000, output_weights=100_000, weight_bytes=2, attention_width=1_000, kv_token_bytes=2_000
+)
+LIMITS = MachineLimits(flops_per_s=100e9, bytes_per_s=10e9)
+
+
+def make_decode(batch: int, *, ratio: float) -> StepRow:
+    work = WORK.decode_step(batch, 128)
+    least_ms = work.least_seconds(LIMITS) * 1e3
+    return StepRow("decode", batch, 128, work, least_ms, least_ms * ratio, "bandwidth")
+
+
+def make_diagnosis(*, ratio: float) -> Diagnosis:
+    return Diagnosis(
+        model="m",
+        dtype="bfloat16",
+        device="cpu",
+        threads=2,
+        limits=LIMITS,
+        work=WORK,
+        free_bytes=8_000_000_000,
+        steps=(make_decode(1, ratio=ratio), make_decode(8, ratio=ratio)),
+        compute_bound_batch={0: 10.0, 1_024: None},
+        memory=(MemoryRow(1, 1_000, 4_000_000), MemoryRow(64, 16, 62_500)),
+    )
+
+
+def test_diagnose_measures_the_machine_and_the_steps_of_a_real_model(tmp_path: Path):
+    """Fails if a step was not measured, if weights are counted wrongly, or if what is written is no picture."""
+    model, plot = make_tiny_model(tmp_path / "tiny-llama"), tmp_path / "roofline.png"
+    done = CliRunner().invoke(
+        main,
+        ["diagnose", "--json", f"--model={model}", f"--plot={plot}", "--block-tokens=16", "--torch-threads=1"],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {row["what"] for row in found["steps"]} == {"prefill", "decode"}
+    for row in found["steps"]:
+        assert row["measured_ms"] > 0
+        assert math.isclose(row["ratio"], row["measured_ms"] / row["least_ms"])
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    matrices = {name: p.numel() for name, p in loaded.named_parameters() if p.dim() == 2}
+    embeddings = matrices.pop("model.embed_tokens.weight")
+    output = matrices.pop("lm_head.weight", embeddings)  # the same numbers where the two are tied
+    assert found["work"]["layer_weights"] == sum(matrices.values())
+    assert found["work"]["output_weights"] == output
+    assert found["advice"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_advice_says_the_floor_and_how_far_a_step_is_from_it():
+    text = "\n".join(give_advice(make_diagnosis(ratio=3.0)))
+    assert "3.0 times that" in text
+    assert "neither arithmetic nor memory" in text
+    assert "at a batch of 10" in text
+    assert "contexts of 1,024 tokens and more it never does" in text
+
+
+def test_a_step_near_its_floor_is_not_said_to_have_overhead():
+    assert "neither arithmetic" not in "\n".join(give_advice(make_diagnosis(ratio=1.2)))
+
+
+def test_advice_does_without_steps_that_a_short_context_has_no_room_for():
+    assert give_advice(replace(make_diagnosis(ratio=1.0), steps=()))
