@@ -5,10 +5,12 @@ This file owns the arithmetic of attention and the rules that make a row's bits 
 - One sequence per matrix product. Its queries are cut on an absolute grid of `TILE` positions, and the keys of a tile
   always reach to the end of that tile, the tail masked: the number of keys changes the bits of a row even under a
   mask, so a row must see the same number whoever computes it.
+- Where a layer has a window, the keys of a tile begin at the grid at or before the first one that the tile's first
+  position sees. That too is the tile's, not the row's: the same keys whoever computes a row.
 - The query heads that share a KV head are the rows of one matrix, padded to a multiple of `HEAD_ROWS`. How many such
   rows one product takes is then free, since each row's bits do not depend on the others.
-- Keys and values behind the sequence's end are zeroed in the gathered copy. Whatever a block held before (a payload
-  that failed its checksum, say) must not reach a product, since 0 x NaN is NaN.
+- Keys and values behind the sequence's end, and before the first that is there, are zeroed in the gathered copy.
+  Whatever a block held before (a payload that failed its checksum, say) must not reach a product, since 0 x NaN is NaN.
 
 It knows nothing of models, schedulers or who owns a block. The step's context travels by a contextvar, because some
 models drop unknown keyword arguments on the way to the attention function.
@@ -44,6 +46,7 @@ class SequenceSpan:
     num_rows: int
     start: int
     block_table: torch.Tensor  # [blocks] int64; covers the end of the last tile, filled up with any valid block id
+    first_key: int = 0  # KV of earlier positions is not there (any valid block id is): no layer of the model sees it
 
     @property
     def end(self) -> int:
@@ -74,7 +77,7 @@ class Piece:
 
     span_index: int
     rows: slice  # of the flattened batch
-    tile_end: int
+    keys: slice  # of the sequence: from the grid on, to the end of the tile
     mask: torch.Tensor  # [packed rows, keys] of 0 and -inf, added to the scores
     scores: torch.Tensor  # scratch, [kv_heads, packed rows, keys]
     weights: torch.Tensor  # scratch, same shape
@@ -163,8 +166,9 @@ def paged_attention(
     for piece in pieces:
         if piece.span_index != gathered_index:
             gathered_index = piece.span_index
-            gathered = _gather(layer_pool, context.spans[gathered_index])
-        keys, values = gathered[0, :, : piece.tile_end], gathered[1, :, : piece.tile_end]
+            gathered = _gather(layer_pool, context.spans[gathered_index], piece.keys.start)
+            first_key = piece.keys.start
+        keys, values = gathered[:, :, piece.keys.start - first_key : piece.keys.stop - first_key]
         # [kv_heads, rows * group, head_dim], then padded to the mask's rows
         packed = grouped[piece.rows].transpose(0, 1).flatten(1, 2)
         num_packed = packed.shape[1]
@@ -176,11 +180,17 @@ def paged_attention(
     return output.flatten(1, 2).unsqueeze(0), None
 
 
-def _gather(layer_pool: torch.Tensor, span: SequenceSpan) -> torch.Tensor:
-    """A copy of one sequence's K and V of one layer, [2, kv_heads, keys, head_dim], zero behind the sequence's end."""
-    gathered = layer_pool.index_select(2, span.block_table).flatten(2, 3)
-    if span.end < gathered.shape[2]:
-        gathered[:, :, span.end :] = 0
+def _gather(layer_pool: torch.Tensor, span: SequenceSpan, first_key: int) -> torch.Tensor:
+    """A copy of one sequence's K and V of one layer from position `first_key` on, [2, kv_heads, keys, head_dim]; zero
+    behind the sequence's end and before the first key that is there."""
+    first_block, offset = divmod(first_key, layer_pool.shape[3])
+    gathered = layer_pool.index_select(2, span.block_table[first_block:]).flatten(2, 3)
+    if offset:  # a block size that the grid is no multiple of; copied, since alignment may change bits
+        gathered = gathered[:, :, offset:].contiguous()
+    if span.end - first_key < gathered.shape[2]:
+        gathered[:, :, span.end - first_key :] = 0
+    if span.first_key > first_key:
+        gathered[:, :, : span.first_key - first_key] = 0
     return gathered
 
 
@@ -210,17 +220,19 @@ def _plan_pieces(context: StepContext, heads: int, window: int | None) -> list[P
     kv_heads = context.kv.layout.num_kv_heads
     pieces = []
     for span_index, span in enumerate(context.spans):
+        assert span.first_key <= first_visible(span.start, window), "a key that this layer sees is not there"
         first = span.start
         while first < span.end:
-            tile_end = (first // TILE + 1) * TILE
-            last = min(span.end, tile_end, first + max(1, SCORES_ELEMENTS_MAX // (heads * tile_end)))
-            mask = _mask(context, first, last, heads // kv_heads, window)
+            keys = tile_keys(first, window)
+            num_keys = keys.stop - keys.start
+            last = min(span.end, keys.stop, first + max(1, SCORES_ELEMENTS_MAX // (heads * num_keys)))
+            mask = _mask(context, range(first, last), keys, group=heads // kv_heads, window=window)
             shape = (kv_heads, *mask.shape)
             pieces.append(
                 Piece(
                     span_index=span_index,
                     rows=slice(span.row + first - span.start, span.row + last - span.start),
-                    tile_end=tile_end,
+                    keys=keys,
                     mask=mask,
                     scores=context.scratch.take("scores", shape, context.kv.pool),
                     weights=context.scratch.take("weights", shape, context.kv.pool),
@@ -230,13 +242,24 @@ def _plan_pieces(context: StepContext, heads: int, window: int | None) -> list[P
     return pieces
 
 
-def _mask(context: StepContext, first: int, last: int, group: int, window: int | None) -> torch.Tensor:
-    """[(last - first) * group, padded; tile end]: 0 where a query may see a key, -inf where it may not."""
+def first_visible(position: int, window: int | None) -> int:
+    """The first position whose key a query at `position` sees; a window counts the query's own position."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def tile_keys(position: int, window: int | None) -> slice:
+    """Which keys the product of a query at `position` has, seen or masked: those of its tile, on the grid."""
+    tile_start = position // TILE * TILE
+    return slice(first_visible(tile_start, window) // TILE * TILE, tile_start + TILE)
+
+
+def _mask(context: StepContext, rows: range, keys: slice, *, group: int, window: int | None) -> torch.Tensor:
+    """[rows * group, padded; keys]: 0 where a query may see a key, -inf where it may not."""
     device = context.slots.device
-    queries = torch.arange(first, last, device=device).repeat_interleave(group).unsqueeze(1)
-    keys = torch.arange((first // TILE + 1) * TILE, device=device).unsqueeze(0)
-    hidden = keys > queries
+    queries = torch.arange(rows.start, rows.stop, device=device).repeat_interleave(group).unsqueeze(1)
+    positions = torch.arange(keys.start, keys.stop, device=device).unsqueeze(0)
+    hidden = positions > queries
     if window is not None:
-        hidden |= keys <= queries - window
+        hidden |= positions <= queries - window
     hidden = pad(hidden, (0, 0, 0, -hidden.shape[0] % HEAD_ROWS))
     return torch.zeros(hidden.shape, dtype=context.kv.pool.dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -26,9 +26,10 @@ class SequenceStep:
     """Some consecutive tokens of one sequence, to be computed in this step."""
 
     token_ids: tuple[int, ...]
-    start: int  # absolute position of the first token; positions [0, start) hold valid KV
-    block_ids: Sequence[int]  # block table covering positions [0, start + len(token_ids))
+    start: int  # absolute position of the first token; all earlier ones that a layer sees hold valid KV
+    block_ids: Sequence[int]  # block table, from block `first_block` to the one of the last token
     num_logits: int  # of so many of the last tokens, logits are wanted; 0 for none
+    first_block: int = 0  # earlier blocks are not there, since every layer's window has passed them
 
 
 class ModelRunner:
@@ -100,9 +101,12 @@ class ModelRunner:
         spans: list[SequenceSpan] = []
         for step in steps:
             end = step.start + len(step.token_ids)
-            assert len(step.block_ids) * block_tokens >= end, "block table too short for the tokens"
+            assert (step.first_block + len(step.block_ids)) * block_tokens >= end, (
+                "block table too short for the tokens"
+            )
             blocks_to_tile_end = -(-(-(-end // TILE) * TILE) // block_tokens)
-            table = list(step.block_ids[:blocks_to_tile_end])
+            table = [step.block_ids[0]] * step.first_block
+            table += step.block_ids[: blocks_to_tile_end - step.first_block]
             table += table[-1:] * (blocks_to_tile_end - len(table))
             spans.append(
                 SequenceSpan(
@@ -110,6 +114,7 @@ class ModelRunner:
                     num_rows=len(step.token_ids),
                     start=step.start,
                     block_table=torch.tensor(table, dtype=torch.int64, device=device),
+                    first_key=step.first_block * block_tokens,
                 )
             )
             slots += [table[p // block_tokens] * block_tokens + p % block_tokens for p in range(step.start, end)]

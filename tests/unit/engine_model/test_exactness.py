@@ -127,6 +127,55 @@ def test_bits_do_not_depend_on_chunks_in_other_architectures(case):
     assert [(bad_logits, bad_kv) for bad_logits, bad_kv, _ in found] == [(0, 0)] * len(found)
 
 
+def count_window_differences(model, window, seed, *, block_tokens):
+    """As `count_differences`, for one prompt of many windows whose blocks are given up, and overwritten with NaN, as
+    soon as the window of the next row has passed them."""
+    dice = random.Random(seed)
+    reference, runner = (make_runner(model, block_tokens) for _ in range(2))
+    runner.kv.pool.fill_(torch.nan)
+    tokens = tuple(dice.randrange(VOCAB_SIZE) for _ in range(430))
+    table = dice.sample(range(runner.kv.num_blocks), -(-len(tokens) // block_tokens))
+    in_order = list(range(len(table)))
+    done = first_block = bad = 0
+    while done < len(tokens):
+        cut = 410 if done < 410 else len(tokens)  # where a block of 64 is all that a window of 24 needs, half written
+        last = min(cut, done + dice.choice((1, 1, 3, 17, 64, 128, 250)))
+        logits = runner.run_step([SequenceStep(tokens[done:last], done, table[first_block:], 1, first_block)])
+        expected = reference.run_step([SequenceStep(tokens[:last], 0, in_order, 1)])
+        bad += not torch.equal(logits, expected)
+        for index in range(done // block_tokens, last // block_tokens):
+            bad += block_bytes(runner, table[index]) != block_bytes(reference, index)
+        done = last
+        while (first_block + 1) * block_tokens <= done - window + 1:
+            runner.kv.pool[:, :, :, table[first_block]] = torch.nan
+            first_block += 1
+    assert first_block * block_tokens > len(tokens) - window - block_tokens
+    return bad
+
+
+@pytest.mark.parametrize("block_tokens", [1, 7, 16, 64])
+@pytest.mark.parametrize(("window", "dtype"), [(24, torch.bfloat16), (24, torch.float32), (150, torch.float32)])
+def test_a_windowed_models_bits_depend_neither_on_chunks_nor_on_blocks_behind_the_window(window, dtype, block_tokens):
+    """Fails if the range of keys is the row's instead of the tile's, or a block that is gone reaches a product."""
+    model = make_exact_model("mistral with a window", dtype)
+    model.config.sliding_window = window
+    assert [count_window_differences(model, window, seed, block_tokens=block_tokens) for seed in range(2)] == [0, 0]
+
+
+def test_a_row_whose_window_reaches_blocks_that_are_gone_is_our_bug():
+    model = make_exact_model("mistral with a window")
+    runner = make_runner(model, 16)
+    with pytest.raises(AssertionError, match="a key that this layer sees is not there"):
+        runner.run_step([SequenceStep((1, 2), 38, [0, 1], 1, first_block=1)])  # 38 - 24 + 1 is in block 0
+
+
+def test_a_mixed_model_may_not_give_blocks_up():
+    """Some of its layers see everything."""
+    runner = make_runner(make_exact_model("gemma3_text"), 16)
+    with pytest.raises(AssertionError, match="a key that this layer sees is not there"):
+        runner.run_step([SequenceStep((1, 2), 100, [0, 1], 1, first_block=5)])
+
+
 def test_without_row_padding_the_same_check_finds_differences():
     """The control: the check above can fail. Plain float32 rows take another kernel when there are fewer than four."""
     model = make_exact_model(dtype=torch.float32, packed=False)
