@@ -10,12 +10,28 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from headrace.config import load_config
 from headrace.core.clock import SystemClock
 from headrace.gateway.refuse_call import CallRefused
 from headrace.wire.v1 import admin_pb2, inference_pb2
 from headrace_cluster.caller_presence import CALLER_KEY, CallerGone, CallersPresent
 from headrace_cluster.ray_worker_calls import RayWorkerCalls
+from headrace_cluster.store_actor import config_here
+
+
+def without_request_id(app: Callable[[Any, Any, Any], Awaitable[None]]) -> Callable[[Any, Any, Any], Awaitable[None]]:
+    """The same ASGI app, whose answers carry no `x-request-id`: Serve's proxy adds the caller's, or one of its own, to
+    every answer without looking whether one is there."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        async def send_without(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                kept = [(name, value) for name, value in message["headers"] if name.lower() != b"x-request-id"]
+                message = message | {"headers": kept}
+            await send(message)
+
+        await app(scope, receive, send_without)
+
+    return answer
 
 
 def _admin_call(name: str, empty: Callable[[], Any]) -> Callable[..., Awaitable[Any]]:
@@ -48,11 +64,12 @@ class GatewayReplica:
 
         self._callers = CallersPresent()
         calls = RayWorkerCalls(prefill=prefill, decode=decode, clock=SystemClock())
-        self._gateway = build_gateway(load_config(settings, environ={}), calls=calls)
+        gateway_id = serve.get_replica_context().replica_id.unique_id
+        self._gateway = build_gateway(config_here(settings), calls=calls, gateway_id=gateway_id)
         await self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self._gateway.http_app
+        return without_request_id(self._gateway.http_app)
 
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """inference.proto."""

@@ -1,4 +1,4 @@
-"""The Ray Serve application: one gateway ingress, prefill workers, decode workers.
+"""The Ray Serve application: gateways as its ingress, prefill workers, decode workers.
 
 Owns how many replicas of what Serve runs, with which resources, limits and health rules. `serve_app` is what a Serve
 config file names as its `import_path`.
@@ -65,7 +65,7 @@ def serve_app(args: dict[str, Any]) -> Application:
     cluster = config.cluster
     decode = DecodeWorker.options(**options, **replicas(cluster.decode_workers, cluster.decode_workers_max))
     prefill = PrefillWorker.options(**options, **replicas(max(1, cluster.prefill_workers), cluster.prefill_workers_max))
-    return Gateway.bind(
+    return Gateway.options(num_replicas=cluster.gateways).bind(
         settings,
         decode.bind(settings, decode_role.value),
         prefill.bind(settings, WorkerRole.PREFILL.value) if config.cluster.prefill_workers else None,

@@ -27,7 +27,7 @@ from ray.serve.schema import LoggingConfig
 
 from headrace.client.prepare_call import call_metadata
 from headrace.compose import arena_path, own_disk_path
-from headrace.config import Config, GatewaySettings, config_to_flat, load_config
+from headrace.config import ClusterSettings, Config, GatewaySettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError
 from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -156,10 +156,7 @@ class Supervisor:
         channel, metadata = grpc.insecure_channel(self._state.grpc_target), call_metadata(self._api_key)
         try:
             admin = admin_pb2_grpc.CacheAdminStub(channel)
-            wanted = cluster.prefill_workers + cluster.decode_workers
-            self._wait_for(
-                "workers and store node to register", give_up_at, lambda: members_missing(admin, wanted, metadata)
-            )
+            self._wait_for("all members to register", give_up_at, lambda: members_missing(admin, cluster, metadata))
             self._say("generating a first token")
             request = inference_pb2.GenerateRequest(
                 text="Hello",
@@ -238,7 +235,7 @@ class StartFailed(RuntimeError):
 
 def start_private_ray(temp_dir: str, config: Config) -> None:
     """A Ray of our own. Books only as many cores as the replicas need: Ray starts one idle worker for each."""
-    replicas = config.cluster.prefill_workers + config.cluster.decode_workers + 1
+    replicas = config.cluster.prefill_workers + config.cluster.decode_workers + config.cluster.gateways
     ray.init(
         address="local",
         _temp_dir=temp_dir,
@@ -269,16 +266,19 @@ def replicas_missing() -> str:
 
 
 def members_missing(
-    admin: admin_pb2_grpc.CacheAdminStub, workers_wanted: int, metadata: tuple[tuple[str, str], ...]
+    admin: admin_pb2_grpc.CacheAdminStub, wanted: ClusterSettings, metadata: tuple[tuple[str, str], ...]
 ) -> str:
     """What has not registered in the index yet; "" when all has."""
     try:
         status = admin.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
     except grpc.RpcError as error:
         return f"the gateway answers {error.code().name}: {error.details()}"
-    if len(status.workers) >= workers_wanted and status.store_nodes:
-        return ""
-    return f"{len(status.workers)} of {workers_wanted} workers, {len(status.store_nodes)} of 1 store nodes"
+    counts = (
+        (len(status.workers), wanted.prefill_workers + wanted.decode_workers, "workers"),
+        (len(status.store_nodes), 1, "store nodes"),
+        (len(status.gateways), wanted.gateways, "gateways"),
+    )
+    return ", ".join(f"{there} of {all_} {what}" for there, all_, what in counts if there < all_)
 
 
 def last_error(message: str) -> str:

@@ -5,8 +5,9 @@ returns a whole part with `start` and `stop`, whose order of steps can be read h
 runs these parts (Ray, a test, a plain process) is not known here, and the heavy imports wait until a part is built.
 """
 
+import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.telemetry.collectors import WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
     from headrace.telemetry.metrics import Metrics, start_metrics_server
+    from headrace.transfer.coded_pool import stored_pool
     from headrace.transfer.store_nodes import StoreNodeTable
     from headrace.transfer.worker import Worker as TransferWorker
 
@@ -167,6 +169,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         role=role,
         host=host,
         engine=Engine(model, config.engine, clock=clock),
+        pool=stored_pool(model.kv, model.namespace.layout),
         nodes=MeteredStoreNodes(table, metrics=metrics),
         node_table=table,
         membership=membership,
@@ -181,26 +184,43 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
 class Gateway:
     """One gateway as the process sees it: the HTTP app and the servicers of the three gRPC services."""
 
-    def __init__(self, *, service: Any, http_app: Any, inference: Any, admin: Any, health: Any, parts: AsyncExitStack):
+    def __init__(
+        self,
+        *,
+        service: Any,
+        http_app: Any,
+        inference: Any,
+        admin: Any,
+        health: Any,
+        start_peers: Callable[[], Awaitable[None]],
+        index_known: Callable[[], Awaitable[None]],
+        parts: AsyncExitStack,
+    ) -> None:
         self.http_app = http_app
         self.inference = inference
         self.admin = admin
         self.health = health
         self._service = service
+        self._start_peers = start_peers
+        self._index_known = index_known
         self._parts = parts
 
     async def start(self) -> None:
-        """Know the workers, then be ready."""
+        """Be there for other gateways, know the workers, know what they hold; then be ready."""
+        await self._start_peers()
         await self._service.start()
+        await self._index_known()
 
     async def stop(self) -> None:
-        """Stop following the workers, then close connections. Idempotent."""
+        """Stop following the workers, be unseen, then close connections. Idempotent."""
         await self._service.stop()
         await self._parts.aclose()
 
 
-def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
-    """Join a gateway to the index, the members and the workers behind `calls`. Raises ConfigInvalid (tenants_file)."""
+def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -> Gateway:
+    """Join a gateway to the index, the members, the other gateways and the workers behind `calls`.
+
+    gateway_id: its name among the members; drawn when it has none. Raises ConfigInvalid (tenants_file)."""
     from prometheus_client import generate_latest
 
     from headrace.gateway.admin_grpc import CacheAdminRpc
@@ -208,7 +228,8 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
     from headrace.gateway.fleet import Fleet
     from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
     from headrace.gateway.openai_http import build_http_app
-    from headrace.gateway.refuse_call import refuse_by_raising
+    from headrace.gateway.peer_gateways import PeerGateways
+    from headrace.gateway.refuse_call import refuse_by_raising, refuse_call
     from headrace.gateway.service import GatewayService
     from headrace.gateway.tenants_file import TenantsFile
     from headrace.index.index_mirror import IndexMirror
@@ -216,7 +237,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import RouteMetrics
     from headrace.telemetry.metered_ports import MeteredBlockIndex, MeteredWorkerCalls
-    from headrace.telemetry.metrics import Metrics
+    from headrace.telemetry.metrics import Metrics, start_metrics_server
     from headrace.telemetry.mirror_collector import MirrorCollector
     from headrace.transfer.channels import Channels
 
@@ -228,6 +249,18 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
     membership = RedisMembership(config.index.redis_url, clock=clock)
     for close in (index.close, mirror.close, membership.close, channels.close):
         parts.push_async_callback(close)
+    server = start_metrics_server(metrics.registry, config.store.store_host)
+    parts.callback(server.close)
+    peers = PeerGateways(
+        membership,
+        gateway_id=gateway_id or secrets.token_hex(6),
+        host=config.store.store_host,
+        host_id=host_id(config.store.arena_dir),
+        metrics_port=server.port,
+        channels=channels,
+        clock=clock,
+    )
+    parts.push_async_callback(peers.stop)
     observer = RouteMetrics(metrics)
     service = GatewayService(
         index=mirror,
@@ -241,12 +274,16 @@ def build_gateway(config: Config, *, calls: WorkerCalls) -> Gateway:
     )
     service.run_beside(BudgetCarrier(Fleet(service, channel_to=channels.to)).step)
     service.run_beside(mirror.follow)
+    service.run_beside(peers.step)
+    remembering = CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_call)
     return Gateway(
         service=service,
         http_app=build_http_app(service, metrics_text=lambda: generate_latest(metrics.registry)),
         inference=InferenceRpc(service, refuse=refuse_by_raising),
-        admin=CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_by_raising),
+        admin=CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_by_raising, peers=peers),
         health=HealthRpc(service, refuse=refuse_by_raising),
+        start_peers=lambda: peers.start(remembering),
+        index_known=mirror.settled,
         parts=parts,
     )
 

@@ -109,6 +109,9 @@ class GatewaySettings:
 class ClusterSettings:
     """How many of what, and where running state is kept."""
 
+    gateways: int = setting(
+        1, "Gateways, on Ray. They give the same answers; limits are each one's own (docs/load.md)."
+    )
     prefill_workers: int = setting(1, "Prefill workers.")
     decode_workers: int = setting(2, "Decode workers.")
     prefill_workers_max: int = setting(0, "Up to so many prefill workers under load, on Ray. 0: always as many.")
@@ -281,8 +284,9 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("dtype", "must be auto, bfloat16, float16 or float32")
     if config.model.device not in ("auto", "cpu", "cuda"):
         raise ConfigInvalid("device", "must be auto, cpu or cuda")
-    if cluster.decode_workers < 1:
-        raise ConfigInvalid("decode_workers", "must be at least 1")
+    for key in ("gateways", "decode_workers"):
+        if getattr(cluster, key) < 1:
+            raise ConfigInvalid(key, "must be at least 1")
     if cluster.prefill_workers < 0:
         raise ConfigInvalid("prefill_workers", "must not be negative")
     for key, fixed in (

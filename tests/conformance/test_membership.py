@@ -6,7 +6,7 @@ import pytest
 
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.generation import WorkerId
-from headrace.core.members import StoreNodeRecord, WorkerRecord, WorkerRole
+from headrace.core.members import GatewayRecord, StoreNodeRecord, WorkerRecord, WorkerRole
 
 TTL_MS = 60_000
 
@@ -52,18 +52,24 @@ def make_worker(worker_id: str = "w", incarnation: int = 1) -> WorkerRecord:
     )
 
 
+def make_gateway(gateway_id: str = "g") -> GatewayRecord:
+    return GatewayRecord(gateway_id=gateway_id, incarnation=1, host="host", address="127.0.0.1:50080", pid=8)
+
+
 async def test_a_record_is_read_as_it_was_announced(under_test):
-    node, worker = make_node(), make_worker()
-    await under_test.membership.announce(node, ttl_ms=TTL_MS)
-    await under_test.membership.announce(worker, ttl_ms=TTL_MS)
+    node, worker, gateway = make_node(), make_worker(), make_gateway()
+    for record in (node, worker, gateway):
+        await under_test.membership.announce(record, ttl_ms=TTL_MS)
     assert await under_test.membership.store_nodes() == (node,)
     assert await under_test.membership.workers() == (worker,)
+    assert await under_test.membership.gateways() == (gateway,)
     assert (await under_test.membership.workers())[0].namespace.id == worker.namespace.id
 
 
 async def test_nobody_announced_means_nobody(under_test):
     assert await under_test.membership.store_nodes() == ()
     assert await under_test.membership.workers() == ()
+    assert await under_test.membership.gateways() == ()
 
 
 async def test_records_come_in_an_order_that_all_readers_share(under_test):

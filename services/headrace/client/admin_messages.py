@@ -9,6 +9,7 @@ from headrace.client.admin_values import (
     DrainProgress,
     Eviction,
     Finding,
+    GatewayStatus,
     HolderRun,
     MissExplanation,
     MissReason,
@@ -222,6 +223,17 @@ def status_from_message(message: admin_pb2.StatusReply) -> SystemStatus:
         store_nodes=nodes,
         workers=tuple(_worker_from_message(worker) for worker in message.workers),
         index_available=message.index_available,
+        gateways=tuple(
+            GatewayStatus(
+                gateway_id=gateway.gateway_id,
+                host=gateway.host,
+                address=gateway.address,
+                pid=gateway.pid,
+                metrics_port=gateway.metrics_port,
+                version=gateway.version,
+            )
+            for gateway in message.gateways
+        ),
     )
 
 

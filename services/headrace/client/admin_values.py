@@ -190,12 +190,25 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayStatus:
+    """A live gateway."""
+
+    gateway_id: str
+    host: str
+    address: str  # where other gateways ask it
+    pid: int
+    metrics_port: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class SystemStatus:
     """Who is alive."""
 
     store_nodes: tuple[StoreNodeStatus, ...]
     workers: tuple[WorkerStatus, ...]
     index_available: bool
+    gateways: tuple[GatewayStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

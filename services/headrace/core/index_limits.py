@@ -84,6 +84,10 @@ INDEX_MIRROR_DROP_BLOCKS = 4_096
 INDEX_MIRROR_REREAD_MS = 1_000
 INDEX_MIRROR_RETRY_MS = 60_000
 
+# How long a gateway that starts waits for its mirror before it takes calls: a million blocks are read in 10 s of a
+# processor, and another gateway (or none, and then its callers wait) serves meanwhile.
+INDEX_MIRROR_START_MS = 30_000
+
 # Keys that one sweep call looks at: 8 pages of 512, each page four round trips of about 1 ms.
 SWEEP_PAGE_KEYS = 512
 SWEEP_PAGES_MAX = 8

@@ -1,4 +1,4 @@
-"""Who is alive: the records that store nodes and workers announce under a TTL, and renew while they live.
+"""Who is alive: the records that store nodes, workers and gateways announce under a TTL, and renew while they live.
 
 A record is the truth about its owner for as long as it stands; everything said under an older incarnation is void.
 """
@@ -119,6 +119,27 @@ class WorkerRecord:
     def holder_id(self) -> HolderId:
         """The worker's name in the index (device tier)."""
         return HolderId(f"worker:{self.worker_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRecord:
+    """One gateway: where others ask it what only it remembers. It holds no blocks."""
+
+    gateway_id: str
+    incarnation: int
+    host: str
+    address: str  # gRPC target of `GatewayPeer`
+    pid: int
+    metrics_port: int = 0
+    version: str = __version__  # as of a store node
+
+    @property
+    def holder_id(self) -> HolderId:
+        """Its name among the members."""
+        return HolderId(f"gateway:{self.gateway_id}")
+
+
+MemberRecord = StoreNodeRecord | WorkerRecord | GatewayRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from headrace.core.generation import (
     PrefillCall,
     PrefillResult,
 )
-from headrace.core.members import PrefixMatch, StoreNodeRecord, WorkerRecord
+from headrace.core.members import GatewayRecord, MemberRecord, PrefixMatch, StoreNodeRecord, WorkerRecord
 from headrace.core.retention import KEEP, Retention
 
 
@@ -57,9 +57,9 @@ class BlockIndex(Protocol):
 
 
 class Membership(Protocol):
-    """Liveness of store nodes and workers: records under a TTL. Raises IndexUnavailable."""
+    """Liveness of store nodes, workers and gateways: records under a TTL. Raises IndexUnavailable."""
 
-    async def announce(self, record: StoreNodeRecord | WorkerRecord, *, ttl_ms: int) -> bool:
+    async def announce(self, record: MemberRecord, *, ttl_ms: int) -> bool:
         """Put or refresh a record; it vanishes `ttl_ms` after the last call.
 
         True: the record did not stand before under this incarnation (first call, expired, Redis came back empty) or
@@ -68,7 +68,7 @@ class Membership(Protocol):
         """
         ...
 
-    async def withdraw(self, record: StoreNodeRecord | WorkerRecord) -> None:
+    async def withdraw(self, record: MemberRecord) -> None:
         """Remove a record now, unless a newer incarnation has replaced it."""
         ...
 
@@ -78,6 +78,10 @@ class Membership(Protocol):
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
         """Live workers."""
+        ...
+
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        """Live gateways."""
         ...
 
 
@@ -203,7 +207,9 @@ class PrefixPool(Protocol):
         ...
 
     def read_block(self, block_id: int, out: memoryview) -> int:
-        """Copy a block out in payload layout; returns xxh3-64 of the bytes copied."""
+        """Copy a block out in payload layout; returns xxh3-64 of the bytes copied.
+
+        Raises BlockCorrupt when the layout's codec has no code for one of its numbers: such a block is not stored."""
         ...
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from headrace.core.block import Namespace, Tier
-from headrace.core.errors import HeadraceError, IndexUnavailable
+from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
 from headrace.core.generation import EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
@@ -29,12 +29,14 @@ from headrace.gateway.list_everywhere import list_everywhere, name_blocks
 from headrace.gateway.list_tenants import list_tenants
 from headrace.gateway.move_block import move_block, read_block
 from headrace.gateway.order_prefix import order_prefix
+from headrace.gateway.peer_gateways import PeerGateways
 from headrace.gateway.price_eviction import count_hits, price_eviction
 from headrace.gateway.refuse_call import RefuseCall
 from headrace.gateway.service import GatewayService
 from headrace.gateway.set_quota import set_quota
 from headrace.wire.render import (
     render_evict_report,
+    render_gateway,
     render_holder_stat,
     render_store_node,
     render_worker,
@@ -51,11 +53,18 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
     """headrace.v1.CacheAdmin over one service. `channel_to` gives the gRPC channel to an address."""
 
     def __init__(
-        self, service: GatewayService, *, channel_to: Callable[[str], grpc.aio.Channel], refuse: RefuseCall
+        self,
+        service: GatewayService,
+        *,
+        channel_to: Callable[[str], grpc.aio.Channel],
+        refuse: RefuseCall,
+        peers: PeerGateways | None = None,
     ) -> None:
+        """peers: the other gateways, which are asked for requests that this one does not remember; None asks nobody."""
         self._service = service
         self._fleet = Fleet(service, channel_to=channel_to)
         self._refuse = refuse
+        self._peers = peers
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, grpc_context: Any) -> admin_pb2.ListBlocksReply:
         """Blocks in every tier of all nodes and workers, up to the limit."""
@@ -75,7 +84,9 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def WhyMiss(self, request: admin_pb2.WhyMissRequest, grpc_context: Any) -> admin_pb2.WhyMissReply:
         """Why a prompt, or a request that was served lately, is not all in the cache now."""
-        return await self._answer(
+        return await self._answer_or_ask(
+            "WhyMiss",
+            request,
             grpc_context,
             lambda scope: answer_why_miss(
                 request,
@@ -90,7 +101,9 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         self, request: admin_pb2.ExplainRouteRequest, grpc_context: Any
     ) -> admin_pb2.ExplainRouteReply:
         """Why one of the last requests went where it went, and what became of it."""
-        return await self._answer(grpc_context, lambda scope: self._explain_route(request, scope))
+        return await self._answer_or_ask(
+            "ExplainRoute", request, grpc_context, lambda scope: self._explain_route(request, scope)
+        )
 
     async def Doctor(self, request: admin_pb2.DoctorRequest, grpc_context: Any) -> admin_pb2.DoctorReply:
         """What is well and what is not, and (asked to) what was done about it."""
@@ -187,6 +200,23 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         except Exception as error:
             await self._refuse(grpc_context, error)
 
+    async def _answer_or_ask(
+        self, rpc: str, request: Any, grpc_context: Any, work: Callable[[AdminScope], Awaitable[Reply]]
+    ) -> Reply:
+        """As `_answer`; a request id that is not known here is asked for at the other gateways."""
+
+        async def answer(scope: AdminScope) -> Reply:
+            try:
+                return await work(scope)
+            except InvalidRequest as unknown:
+                if self._peers is None or unknown.param != "request_id":
+                    raise
+                authorization = authorization_of(grpc_context)
+                reply: Reply = await self._peers.ask(rpc, request, authorization=authorization, unknown=unknown)
+                return reply
+
+        return await self._answer(grpc_context, answer)
+
     async def _list_blocks(self, request: admin_pb2.ListBlocksRequest, scope: AdminScope) -> admin_pb2.ListBlocksReply:
         selectors = await self._fleet.resolve(request.selector, scope)
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
@@ -276,11 +306,13 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         await self._service.refresh()
         try:
             nodes = await self._service.membership.store_nodes()
+            gateways = await self._service.membership.gateways()
         except IndexUnavailable:
-            nodes = ()
+            nodes, gateways = (), ()
         return admin_pb2.StatusReply(
             store_nodes=[render_store_node(node) for node in nodes],
             workers=[render_worker(worker) for worker in self._service.table.records()],
+            gateways=[render_gateway(gateway) for gateway in gateways],
             index_available=self._service.index_available,
         )
 

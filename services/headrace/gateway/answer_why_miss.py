@@ -56,7 +56,7 @@ async def answer_why_miss(
     indexed = await _indexed(service, prompt)
     best = max((answer.held_blocks for answer in answers.values()), default=0)
     elsewhere = await _elsewhere(prompt, best, list_everywhere) if scope.sees_all else {}
-    live = [record.holder_id for record in (*nodes, *service.table.records())]
+    live = [*(node.holder_id for node in nodes), *(worker.holder_id for worker in service.table.records())]
     evidence = MissEvidence(
         chain=prompt.chain,
         num_tokens=len(prompt.token_ids),

@@ -168,7 +168,8 @@ def _examine_namespaces(workers: Sequence[WorkerRecord]) -> list[Finding]:
 
 
 async def _sweep(service: GatewayService, nodes: Sequence[StoreNodeRecord], workers: Sequence[WorkerRecord]) -> Finding:
-    live = {record.holder_id: record.incarnation for record in (*nodes, *workers)}
+    live = {node.holder_id: node.incarnation for node in nodes}
+    live |= {worker.holder_id: worker.incarnation for worker in workers}
     try:
         swept = await service.index.sweep(live, limit=INDEX_SWEEP_ENTRIES)
     except IndexUnavailable as away:

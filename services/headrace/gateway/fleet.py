@@ -38,7 +38,7 @@ class Fleet:
     async def holders(self, named: Sequence[str]) -> tuple[list[StoreNodeRecord], list[WorkerRecord]]:
         """The live holders of these names; all of them when none is named. Raises InvalidRequest for an unknown one."""
         nodes, workers = await self.service.membership.store_nodes(), self.service.table.records()
-        live = [record.holder_id for record in (*nodes, *workers)]
+        live = [*(node.holder_id for node in nodes), *(worker.holder_id for worker in workers)]
         unknown = [name for name in named if name not in live]
         if unknown:
             raise InvalidRequest(

@@ -17,7 +17,9 @@ TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
 StubOf = Callable[[StoreNodeRecord], Any]
 
 
-async def move_block(request: Any, node: StoreNodeRecord, *, live: Iterable[Namespace], stub_of: StubOf) -> Any:
+async def move_block(
+    request: admin_pb2.StoredBlock, node: StoreNodeRecord, *, live: Iterable[Namespace], stub_of: StubOf
+) -> admin_pb2.WriteBlockReply:
     """Write a block to a node, once its namespace is known to be that of a live worker or narrowed from one.
 
     Raises InvalidRequest for a block that does not check out, and for one of another namespace: the message names the
@@ -31,17 +33,18 @@ async def move_block(request: Any, node: StoreNodeRecord, *, live: Iterable[Name
     if base not in known:
         raise InvalidRequest(_why_not(dict(request.namespace_fields), known.values()), param="namespace")
     try:
-        return await stub_of(node).WriteBlock(request, timeout=TIMEOUT_S)
+        reply: admin_pb2.WriteBlockReply = await stub_of(node).WriteBlock(request, timeout=TIMEOUT_S)
     except grpc.aio.AioRpcError as failed:
         raise error_of_call(failed) from failed
+    return reply
 
 
 async def read_block(
     request: admin_pb2.ReadBlockRequest, node: StoreNodeRecord, *, live: Iterable[Namespace], stub_of: StubOf
-) -> Any:
+) -> admin_pb2.StoredBlock:
     """Read a block from a node, with the fields of its model's namespace if a live worker announces it."""
     try:
-        block = await stub_of(node).ReadBlock(request, timeout=TIMEOUT_S)
+        block: admin_pb2.StoredBlock = await stub_of(node).ReadBlock(request, timeout=TIMEOUT_S)
     except grpc.aio.AioRpcError as failed:
         raise error_of_call(failed) from failed
     base = decode_header(block.header).base_namespace

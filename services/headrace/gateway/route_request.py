@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from headrace.core.choose_workers import Plan
 from headrace.core.clock import Deadline
@@ -271,7 +271,7 @@ async def _first_event(
         await finish(_end([first, ended]))
 
 
-async def _end(tasks: Sequence["asyncio.Future[object]"]) -> None:
+async def _end(tasks: Sequence["asyncio.Future[Any]"]) -> None:
     """Cancel what runs, and wait for its end, whatever that is."""
     for task in tasks:
         task.cancel()

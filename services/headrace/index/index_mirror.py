@@ -41,6 +41,7 @@ from headrace.core.index_limits import (
     INDEX_MIRROR_LIVENESS_MS,
     INDEX_MIRROR_REREAD_MS,
     INDEX_MIRROR_RETRY_MS,
+    INDEX_MIRROR_START_MS,
     INDEX_MIRROR_WAIT_MS,
     INDEX_RETRY_MS,
     MEMBERS_MAX,
@@ -119,6 +120,7 @@ class IndexMirror:
         self._level_s = NEVER_S  # when it last knew all that Redis knew
         self._begin_at_s = self._audit_at_s = self._look_at_s = NEVER_S
         self._rereads: Counter[Reread] = Counter()
+        self._settled = asyncio.Event()
 
     @property
     def answers(self) -> bool:
@@ -171,7 +173,17 @@ class IndexMirror:
             try:
                 await self.step()
             except IndexUnavailable:
+                self._settled.set()
                 await asyncio.sleep(INDEX_RETRY_MS / 1_000)
+
+    async def settled(self, *, timeout_ms: int = INDEX_MIRROR_START_MS) -> None:
+        """Wait for the first reading of `follow`: until lookups are answered from memory, or until it shows that they
+        will not be for now (Redis is away, or the index is too large), or for `timeout_ms`."""
+        try:
+            async with asyncio.timeout(timeout_ms / 1_000):
+                await self._settled.wait()
+        except TimeoutError:
+            _log.warning("the mirror is not whole after %d ms; until it is, each lookup asks Redis", timeout_ms)
 
     async def step(self) -> None:
         """One bounded piece of following: a look at whatever is due, a page of entries while reading, and the next
@@ -226,6 +238,7 @@ class IndexMirror:
     def _begin_again(self, why: Reread) -> None:
         self._rereads[why] += 1
         if why is Reread.TOO_LARGE:
+            self._settled.set()
             self._begin_at_s = self._clock.now_s() + self._pace.retry_ms / 1_000
             _log.warning(
                 "the index has more than %d blocks or %d holders and is not mirrored: each lookup asks Redis",
@@ -292,6 +305,7 @@ class IndexMirror:
         if is_all and is_whole:
             self._state = _State.FOLLOWING
             self._level_s = self._clock.now_s()
+            self._settled.set()
             if happened and not self._blocks.has_unobserved:
                 await asyncio.sleep(self._pace.gather_ms / 1_000)
 

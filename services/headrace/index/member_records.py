@@ -13,29 +13,31 @@ from typing import Any, get_args, get_origin
 import msgpack
 
 from headrace.core.index_limits import MEMBER_RECORD_BYTES_MAX
-from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.core.members import GatewayRecord, MemberRecord, StoreNodeRecord, WorkerRecord
 
 RECORD_VERSION = 3
 
-_KIND_TO_TYPE: dict[str, type[StoreNodeRecord] | type[WorkerRecord]] = {
+_KIND_TO_TYPE: dict[str, type[MemberRecord]] = {
     "store_node": StoreNodeRecord,
     "worker": WorkerRecord,
+    "gateway": GatewayRecord,
 }
+_TYPE_TO_KIND = {kind_type: kind for kind, kind_type in _KIND_TO_TYPE.items()}
 
 
 class JunkRecord(ValueError):
     """Not a record of this version."""
 
 
-def encode_record(record: StoreNodeRecord | WorkerRecord) -> bytes:
+def encode_record(record: MemberRecord) -> bytes:
     """`{"version", "kind", "record": {field: value}}`; enums as their text, dataclasses as maps."""
-    kind = "store_node" if isinstance(record, StoreNodeRecord) else "worker"
+    kind = _TYPE_TO_KIND[type(record)]
     data: bytes = msgpack.packb({"version": RECORD_VERSION, "kind": kind, "record": asdict(record)})
     assert len(data) <= MEMBER_RECORD_BYTES_MAX, f"a record of {len(data)} bytes would be ignored by its readers"
     return data
 
 
-def decode_record(data: bytes) -> StoreNodeRecord | WorkerRecord:
+def decode_record(data: bytes) -> MemberRecord:
     """The inverse. Raises JunkRecord."""
     if len(data) > MEMBER_RECORD_BYTES_MAX:
         raise JunkRecord(f"{len(data)} bytes")
@@ -49,7 +51,7 @@ def decode_record(data: bytes) -> StoreNodeRecord | WorkerRecord:
         raise JunkRecord(f"version {str(outer['version'])[:20]}, this is version {RECORD_VERSION}")
     if not isinstance(outer["kind"], str) or outer["kind"] not in _KIND_TO_TYPE:
         raise JunkRecord("unknown kind")
-    record: StoreNodeRecord | WorkerRecord = _decode(_KIND_TO_TYPE[outer["kind"]], outer["record"], "record")
+    record: MemberRecord = _decode(_KIND_TO_TYPE[outer["kind"]], outer["record"], "record")
     return record
 
 

@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from headrace.core.block import BlockHash, Chain, HolderId, NamespaceId, Tier
 from headrace.core.clock import Clock
 from headrace.core.limits import CHAIN_BLOCKS_MAX
-from headrace.core.members import NO_MATCH, PrefixMatch, StoreNodeRecord, WorkerRecord
+from headrace.core.members import (
+    NO_MATCH,
+    GatewayRecord,
+    MemberRecord,
+    PrefixMatch,
+    StoreNodeRecord,
+    WorkerRecord,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    record: StoreNodeRecord | WorkerRecord
+    record: MemberRecord
     expires_at_s: float
 
 
@@ -27,7 +34,7 @@ class MemoryMembership:
         self._clock = clock
         self._announced: dict[HolderId, _Announced] = {}
 
-    async def announce(self, record: StoreNodeRecord | WorkerRecord, *, ttl_ms: int) -> bool:
+    async def announce(self, record: MemberRecord, *, ttl_ms: int) -> bool:
         """Put or refresh a record; True when it did not stand before. A newer incarnation's record is left alone."""
         standing = self.live_incarnation(record.holder_id)
         if standing is not None and standing > record.incarnation:
@@ -35,7 +42,7 @@ class MemoryMembership:
         self._announced[record.holder_id] = _Announced(record, self._clock.now_s() + ttl_ms / 1000)
         return standing != record.incarnation
 
-    async def withdraw(self, record: StoreNodeRecord | WorkerRecord) -> None:
+    async def withdraw(self, record: MemberRecord) -> None:
         """Remove a record now, unless a newer incarnation has replaced it."""
         standing = self.live_incarnation(record.holder_id)
         if standing is not None and standing <= record.incarnation:
@@ -49,6 +56,10 @@ class MemoryMembership:
         """Live workers, by holder id."""
         return tuple(record for record in self._live() if isinstance(record, WorkerRecord))
 
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        """Live gateways, by holder id."""
+        return tuple(record for record in self._live() if isinstance(record, GatewayRecord))
+
     def live_incarnation(self, holder: HolderId) -> int | None:
         """The incarnation under which a holder is alive now; None when it is not."""
         announced = self._announced.get(holder)
@@ -59,7 +70,7 @@ class MemoryMembership:
             return None
         return announced.record.incarnation
 
-    def _live(self) -> list[StoreNodeRecord | WorkerRecord]:
+    def _live(self) -> list[MemberRecord]:
         return [
             self._announced[holder].record
             for holder in sorted(self._announced)

@@ -21,7 +21,7 @@ from headrace.core.index_limits import (
     MEMBERSHIP_CONNECTIONS_MAX,
 )
 from headrace.core.limits import MEMBER_TTL_MS
-from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.core.members import GatewayRecord, MemberRecord, StoreNodeRecord, WorkerRecord
 from headrace.index.junk_count import JunkCount
 from headrace.index.member_records import JunkRecord, decode_record, encode_record
 from headrace.index.redis_connections import RedisCall, RedisConnections, Script
@@ -59,7 +59,7 @@ class RedisMembership:
         """Records that were ignored so far because they do not parse."""
         return self._junk.total
 
-    async def announce(self, record: StoreNodeRecord | WorkerRecord, *, ttl_ms: int) -> bool:
+    async def announce(self, record: MemberRecord, *, ttl_ms: int) -> bool:
         """Put or refresh a record; True when it did not stand before, or when that is not known.
 
         It is not known after a failed or cancelled announcement: Redis may have come back empty and taken the record,
@@ -79,7 +79,7 @@ class RedisMembership:
         self._unconfirmed.discard(holder)
         return outcome == 1 or (outcome == 0 and is_unknown)
 
-    async def withdraw(self, record: StoreNodeRecord | WorkerRecord) -> None:
+    async def withdraw(self, record: MemberRecord) -> None:
         """Remove a record now, unless a newer incarnation has replaced it."""
         holder = record.holder_id
         async with self._redis.call() as redis:
@@ -97,11 +97,15 @@ class RedisMembership:
         """Live workers, by holder id."""
         return tuple(record for record in await self._read() if isinstance(record, WorkerRecord))
 
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        """Live gateways, by holder id."""
+        return tuple(record for record in await self._read() if isinstance(record, GatewayRecord))
+
     async def close(self) -> None:
         """Close the connections."""
         await self._redis.close()
 
-    async def _read(self) -> list[StoreNodeRecord | WorkerRecord]:
+    async def _read(self) -> list[MemberRecord]:
         had_mark = self._keeps_mark()
         async with self._redis.call() as redis:
             refusal = await self._leave_mark(redis, had_mark=had_mark)
@@ -145,7 +149,7 @@ class RedisMembership:
         return lost_s is not None and self._clock.now_s() - lost_s < MEMBER_TTL_MS / 1000
 
 
-def _parse_members(pairs: Sequence[bytes]) -> list[StoreNodeRecord | WorkerRecord]:
+def _parse_members(pairs: Sequence[bytes]) -> list[MemberRecord]:
     """Records among {holder, value, holder, value, ...}; leaves out what does not parse or lies under another's key."""
     records = []
     for holder, value in zip(pairs[::2], pairs[1::2], strict=True):

@@ -15,7 +15,7 @@ from headrace.core.generation import (
     WorkerId,
 )
 from headrace.core.limits import EVICT_HASHES_MAX
-from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.core.members import GatewayRecord, StoreNodeRecord, WorkerRecord
 from headrace.wire.v1 import admin_pb2, inference_pb2
 
 
@@ -184,6 +184,18 @@ def render_store_node(record: StoreNodeRecord) -> admin_pb2.StoreNodeStatus:
         pid=record.pid,
         metrics_port=record.metrics_port,
         draining=record.draining,
+    )
+
+
+def render_gateway(record: GatewayRecord) -> admin_pb2.GatewayStatus:
+    """One live gateway."""
+    return admin_pb2.GatewayStatus(
+        gateway_id=record.gateway_id,
+        host=record.host,
+        address=record.address,
+        pid=record.pid,
+        metrics_port=record.metrics_port,
+        version=record.version,
     )
 
 

@@ -231,18 +231,36 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("store_nodes", "workers", "index_available", "unix_ms", "version")
+    __slots__ = ("store_nodes", "workers", "index_available", "unix_ms", "version", "gateways")
     STORE_NODES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     INDEX_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     store_nodes: _containers.RepeatedCompositeFieldContainer[StoreNodeStatus]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     index_available: bool
     unix_ms: int
     version: str
-    def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ..., unix_ms: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
+    def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ..., unix_ms: _Optional[int] = ..., version: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ...) -> None: ...
+
+class GatewayStatus(_message.Message):
+    __slots__ = ("gateway_id", "host", "address", "pid", "metrics_port", "version")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    host: str
+    address: str
+    pid: int
+    metrics_port: int
+    version: str
+    def __init__(self, gateway_id: _Optional[str] = ..., host: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StoreNodeStatus(_message.Message):
     __slots__ = ("node_id", "incarnation", "host", "address", "pid", "metrics_port", "draining")

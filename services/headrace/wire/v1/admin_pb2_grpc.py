@@ -710,6 +710,124 @@ class CacheAdmin:
             _registered_method=True)
 
 
+class GatewayPeerStub:
+    """What gateways ask each other: what only the one that served a request remembers. Called with the operator's own key.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.WhyMiss = channel.unary_unary(
+                '/headrace.v1.GatewayPeer/WhyMiss',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
+                _registered_method=True)
+        self.ExplainRoute = channel.unary_unary(
+                '/headrace.v1.GatewayPeer/ExplainRoute',
+                request_serializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteReply.FromString,
+                _registered_method=True)
+
+
+class GatewayPeerServicer:
+    """What gateways ask each other: what only the one that served a request remembers. Called with the operator's own key.
+    """
+
+    def WhyMiss(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainRoute(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_GatewayPeerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'WhyMiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhyMiss,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.WhyMissRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.WhyMissReply.SerializeToString,
+            ),
+            'ExplainRoute': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRoute,
+                    request_deserializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_admin__pb2.ExplainRouteReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'headrace.v1.GatewayPeer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('headrace.v1.GatewayPeer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class GatewayPeer:
+    """What gateways ask each other: what only the one that served a request remembers. Called with the operator's own key.
+    """
+
+    @staticmethod
+    def WhyMiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.GatewayPeer/WhyMiss',
+            headrace_dot_v1_dot_admin__pb2.WhyMissRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.WhyMissReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRoute(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.GatewayPeer/ExplainRoute',
+            headrace_dot_v1_dot_admin__pb2.ExplainRouteRequest.SerializeToString,
+            headrace_dot_v1_dot_admin__pb2.ExplainRouteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class NodeAdminStub:
     """What the gateway asks single store nodes on behalf of operators. Served by store nodes only.
     """
