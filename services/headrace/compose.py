@@ -153,6 +153,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.telemetry.collectors import WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
     from headrace.telemetry.metrics import Metrics, start_metrics_server
+    from headrace.transfer.coded_pool import stored_pool
     from headrace.transfer.store_nodes import StoreNodeTable
     from headrace.transfer.worker import Worker as TransferWorker
 
@@ -168,6 +169,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         role=role,
         host=host,
         engine=Engine(model, config.engine, clock=clock),
+        pool=stored_pool(model.kv, model.namespace.layout),
         nodes=MeteredStoreNodes(table, metrics=metrics),
         node_table=table,
         membership=membership,

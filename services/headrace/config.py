@@ -19,6 +19,7 @@ from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+STORE_CODECS = ("raw", "int8", "fp8")
 
 
 def setting(default: Any, help: str) -> Any:
@@ -46,6 +47,9 @@ class EngineSettings:
     pool_tokens: int = setting(32_768, "Tokens of KV that one worker's own pool holds.")
     prefill_chunk_tokens: int = setting(256, "Prompt tokens computed in one step, at most.")
     batch_sequences_max: int = setting(16, "Sequences decoded together in one step, at most.")
+    store_codec: str = setting(
+        "raw", "KV in the store and on the wire: raw, int8 or fp8; the latter two lose exactness (docs/codecs.md)."
+    )
     context_tokens_max: int = setting(0, "Longest prompt plus output. 0: the model's own limit.")
 
 
@@ -250,6 +254,8 @@ def _check(config: Config) -> None:
             raise ConfigInvalid(key, "must be at least 1")
     if engine.context_tokens_max and engine.block_tokens > engine.context_tokens_max:
         raise ConfigInvalid("block_tokens", "must not exceed context_tokens_max")
+    if engine.store_codec not in STORE_CODECS:
+        raise ConfigInvalid("store_codec", f"must be one of {', '.join(STORE_CODECS)}")
     if config.store.arena_mb < 1:
         raise ConfigInvalid("arena_mb", "must be at least 1")
     if not 0 <= config.store.free_share <= 0.5:

@@ -55,11 +55,13 @@ class World:
     async def add_worker(self, worker_id: str, role: WorkerRole, *, pool_blocks: int = 64) -> Worker:
         host = worker_id.rsplit("-", 1)[1]
         nodes = SimulatedNodes(host, self.nodes, self._rates)
+        engine = SimulatedEngine(num_blocks=pool_blocks, clock=self.clock, rng=self.rng)
         worker = Worker(
             worker_id=WorkerId(worker_id),
             role=role,
             host=host,
-            engine=SimulatedEngine(num_blocks=pool_blocks, clock=self.clock, rng=self.rng),
+            engine=engine,
+            pool=engine.kv,
             nodes=nodes,
             node_table=nodes,
             membership=self._membership,

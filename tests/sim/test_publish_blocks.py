@@ -10,7 +10,7 @@ from simulated_world import World
 from virtual_loop import run_virtual
 
 from headrace.core.clock import Deadline
-from headrace.core.errors import LeaseExpired, StoreFull, StoreUnavailable
+from headrace.core.errors import BlockCorrupt, LeaseExpired, StoreFull, StoreUnavailable
 from headrace.core.generation import WorkerId
 from headrace.core.limits import PUBLISH_QUEUE_BLOCKS, RESERVATION_TTL_MS
 from headrace.engine.event_stream import FilledBlock
@@ -121,6 +121,27 @@ def test_a_writer_that_slept_through_its_reservation_publishes_nothing():
         assert published.num_blocks == 0
         assert isinstance(published.fault, LeaseExpired | StoreUnavailable)
         assert (readable(world), reserved(world)) == (0, 0)
+
+    run_virtual(main, seed=1)
+
+
+def test_a_block_that_the_codec_cannot_keep_ends_the_chain_before_it():
+    """Fails when such a block is committed, those before it are given up, or its reservation stays."""
+
+    class CodingKV(SimulatedKV):
+        def read_block(self, block_id, out):
+            if block_id == 3:
+                raise BlockCorrupt(b"", "it holds numbers that are not finite")
+            return super().read_block(block_id, out)
+
+    async def main(clock):
+        world, kv = World(clock), CodingKV(16)
+        kv.blocks[:6] = cold_kv(TOKENS)
+        published = await publish(world, kv=kv)
+        assert published.num_blocks == 3
+        assert isinstance(published.fault, BlockCorrupt)
+        assert published.fault.block_hash == PROMPT.chain[3]
+        assert (readable(world), reserved(world)) == (3, 0)
 
     run_virtual(main, seed=1)
 

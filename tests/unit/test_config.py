@@ -36,6 +36,12 @@ def test_odd_block_sizes_are_allowed(value):
     assert load_config({"block_tokens": value}, environ={}).engine.block_tokens == value
 
 
+@pytest.mark.parametrize("value", ["int4", "int8_token", ""])
+def test_a_codec_that_no_store_has_is_refused_by_name(value):
+    with pytest.raises(ConfigInvalid, match="store_codec"):
+        load_config({"store_codec": value}, environ={})
+
+
 def test_unknown_keys_are_refused_by_name(tmp_path):
     file = tmp_path / "headrace.yaml"
     file.write_text("arena_gb: 10\n")

@@ -74,7 +74,11 @@ def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None
       headrace up --config headrace.yaml --tenants-file tenants.yaml --hash-algorithm sha256
     """
     launch_local = load_function("headrace_cluster.launch_local:launch_local", command="up", extra="all")
-    state = launch_local(load_config(flags, config_file=config_file), report=say)
+    config = load_config(flags, config_file=config_file)
+    state = launch_local(config, report=say)
+    if config.engine.store_codec != "raw":
+        describe_codec = load_function("headrace.engine.load_model:describe_codec", command="up", extra="all")
+        say(describe_codec(config.model, config.engine, report=say))
     if as_json:
         print_json(state)
         return

@@ -91,6 +91,11 @@ class KvLayout:
         return (self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim)
 
     @property
+    def in_pool(self) -> "KvLayout":
+        """The layout in which a worker's pool holds such blocks: loading undoes a codec that is the store's only."""
+        return replace(self, codec=KvCodec.RAW.value) if self.codec in (KvCodec.INT8, KvCodec.FP8) else self
+
+    @property
     def token_bytes(self) -> int:
         """Payload bytes of one token: a block's divided by its tokens, rounded up.
 

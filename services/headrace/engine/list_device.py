@@ -39,7 +39,9 @@ def pool_selection(selector: EvictSelector, namespace: Namespace) -> Selection |
         prefix_token_ids=selector.prefix_token_ids,
         idle_for_s=selector.idle_for_s,
         created_before_unix_ms=selector.created_before_unix_ms,
-        blocks_max=None if selector.free_bytes is None else -(-selector.free_bytes // namespace.layout.block_bytes),
+        blocks_max=None
+        if selector.free_bytes is None
+        else -(-selector.free_bytes // namespace.layout.in_pool.block_bytes),
     )
 
 
@@ -51,7 +53,7 @@ def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
         parent_hash=block.parent_hash,
         position=block.position,
         token_ids=block.token_ids,
-        bytes=worker.namespace.layout.block_bytes,
+        bytes=worker.namespace.layout.in_pool.block_bytes,
         holder=worker.holder_id,
         tier=Tier.DEVICE,
         hits=block.hits,
@@ -66,7 +68,7 @@ def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
 def _stat(pool: BlockPool, worker: WorkerRecord) -> HolderStat:
     """Committed is what sequences use and what is kept for reuse; leased is what sequences use. Free is empty: what is
     kept could make room too, but is not counted twice."""
-    layout: KvLayout = worker.namespace.layout
+    layout: KvLayout = worker.namespace.layout.in_pool
     available, kept = pool.available_blocks, pool.kept_blocks
     empty = max(0, available - kept)
     return HolderStat(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headrace.config import DEFAULT_MODEL, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.errors import ConfigInvalid, ModelRefused
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
+from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 from headrace.engine.load_weights import load_weights
@@ -54,7 +55,7 @@ class LoadedModel:
     namespace: Namespace
     context_tokens_max: int
     eos_token_ids: frozenset[int]
-    exact: bool
+    exact: bool  # whether reuse changes no bit
 
 
 def load_model(
@@ -95,6 +96,9 @@ def load_model(
         weights=weights,
         report=report,
     )
+    exact = numerics.exact and lossy_codec(engine) is None
+    if lossy_codec(engine) is not None:
+        report(f"{name}: {codec_line(settings, engine, path)}")
     try:
         kv = PagedKV(layout, engine.pool_tokens // engine.block_tokens, device=model.device)
     except (RuntimeError, MemoryError) as error:
@@ -110,15 +114,15 @@ def load_model(
             weights_digest=weights,
             tokenizer_digest=tokenizer_digest(path),
             adapter_digest="",
-            layout=layout,
+            layout=replace(layout, codec=engine.store_codec),
             position_digest=position_digest(config, shapes.windows),
-            numerics_probe=numerics.digest if numerics.exact else "",
+            numerics_probe=numerics.digest if exact else "",
             hash_algorithm=hash_algorithm,
             trust_group=trust_group,
         ),
         context_tokens_max=context_tokens_max,
         eos_token_ids=_eos_token_ids(path, config),
-        exact=numerics.exact,
+        exact=exact,
     )
 
 
@@ -146,6 +150,11 @@ def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:
             f"it is no local directory, and the hub did not give it ({why}); check the name "
             "and the network, or give a directory",
         ) from error
+
+
+def describe_codec(settings: ModelSettings, engine: EngineSettings, *, report: Report) -> str:
+    """As `codec_line`, for the model that the settings name. Raises ModelRefused."""
+    return codec_line(settings, engine, find_model(settings, report=report)[1]) if lossy_codec(engine) else ""
 
 
 def _read_config(name: str, path: Path) -> PretrainedConfig:

@@ -49,6 +49,16 @@ class PagedKV:
             # [runs, num_blocks, run bytes], the same memory as the pool
             self._blocks = self.pool.view(torch.uint8).view(self._num_runs, num_blocks, self._run_bytes).numpy()
 
+    def block(self, block_id: int) -> torch.Tensor:
+        """One block's numbers in place, `layout.shape`, strided; for those who own it."""
+        assert 0 <= block_id < self.num_blocks
+        return self.pool[:, :, :, block_id]
+
+    def finish_copies(self) -> None:
+        """Wait for what the calling thread has begun to copy on a CUDA device; elsewhere copying waits by itself."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def write_block(self, block_id: int, payload: memoryview) -> int:
         """Copy a payload into a block the caller owns; returns xxh3-64 of the bytes now in the pool.
 
@@ -65,8 +75,8 @@ class PagedKV:
             np.copyto(staging_bytes, block)
         else:
             np.copyto(staging_bytes, source)
-            self.pool[:, :, :, block_id].copy_(staging, non_blocking=True)
-            torch.cuda.current_stream(self.device).synchronize()
+            self.block(block_id).copy_(staging, non_blocking=True)
+            self.finish_copies()
         return xxhash.xxh3_64_intdigest(staging_bytes)
 
     def read_block(self, block_id: int, out: memoryview) -> int:
@@ -81,8 +91,8 @@ class PagedKV:
             np.copyto(target, self._blocks[:, block_id])
         else:
             staging, staging_bytes = self._staging_block()
-            staging.copy_(self.pool[:, :, :, block_id], non_blocking=True)
-            torch.cuda.current_stream(self.device).synchronize()
+            staging.copy_(self.block(block_id), non_blocking=True)
+            self.finish_copies()
             np.copyto(target, staging_bytes)
         return xxhash.xxh3_64_intdigest(target)
 

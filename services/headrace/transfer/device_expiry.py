@@ -106,7 +106,7 @@ class DeviceExpiry:
     def _report(
         self, outcome: ControlOutcome, *, num_blocks: int, why: str = "", until_unix_ms: int = 0
     ) -> ControlReport:
-        layout = self._worker.namespace.layout
+        layout = self._worker.namespace.layout.in_pool
         return ControlReport(
             holder=self._worker.holder_id,
             outcome=outcome,

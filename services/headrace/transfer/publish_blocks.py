@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headrace.core.block import BlockHeader, KvLayout
 from headrace.core.clock import Clock, Deadline
-from headrace.core.errors import CacheFault, DeadlineExceeded, StoreFull, StoreUnavailable
+from headrace.core.errors import BlockCorrupt, CacheFault, DeadlineExceeded, StoreFull, StoreUnavailable
 from headrace.core.generation import WorkerId
 from headrace.core.limits import (
     PUBLISH_BATCH_BLOCKS,
@@ -68,8 +68,8 @@ async def publish_blocks(
             assert len(outcomes) == len(headers)
             unused = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
             stored_or_reserved = _until_not_stored(outcomes)
-            digests = await run_in_thread(_fill, pool, filled, stored_or_reserved)
-            for outcome, digest in zip(stored_or_reserved, digests, strict=True):
+            digests, uncoded = await run_in_thread(_fill, pool, filled, stored_or_reserved)
+            for outcome, digest in zip(stored_or_reserved, digests, strict=False):
                 if isinstance(outcome, Reservation):
                     await sink.commit(outcome, payload_xxh3=digest, deadline=deadline)
                     unused.remove(outcome)
@@ -82,7 +82,7 @@ async def publish_blocks(
         if unused:
             await finish(_abort(sink, unused))
     missing = len(filled) - num_stored
-    return Published(num_stored, StoreFull(missing) if missing else None)
+    return Published(num_stored, uncoded or (StoreFull(missing) if missing else None))
 
 
 def _header(block: FilledBlock, producer: Producer) -> BlockHeader:
@@ -112,12 +112,18 @@ def _until_not_stored(outcomes: Sequence[ReserveOutcome]) -> list[Reservation | 
 
 def _fill(
     pool: PrefixPool, filled: Sequence[FilledBlock], outcomes: Sequence[Reservation | AlreadyStored]
-) -> list[int]:
-    """Copy the reserved blocks into their slots; one digest per outcome, 0 where nothing had to be copied."""
-    return [
-        pool.read_block(block.block_id, outcome.buffer) if isinstance(outcome, Reservation) else 0
-        for block, outcome in zip(filled, outcomes, strict=False)
-    ]
+) -> tuple[list[int], BlockCorrupt | None]:
+    """Copy the reserved blocks into their slots; one digest per outcome, 0 where nothing had to be copied.
+
+    Ends before the first block that the codec cannot keep, and says why.
+    """
+    digests: list[int] = []
+    for block, outcome in zip(filled, outcomes, strict=False):
+        try:
+            digests.append(pool.read_block(block.block_id, outcome.buffer) if isinstance(outcome, Reservation) else 0)
+        except BlockCorrupt as fault:
+            return digests, BlockCorrupt(block.block_hash, fault.why)
+    return digests, None
 
 
 async def _abort(sink: BlockSink, unused: Sequence[Reservation]) -> None:

@@ -37,7 +37,7 @@ from headrace.core.limits import (
     MEMBER_TTL_MS,
 )
 from headrace.core.members import LearnedCosts, WorkerRecord, WorkerRole
-from headrace.core.ports import Membership, StoreNodes
+from headrace.core.ports import Membership, PrefixPool, StoreNodes
 from headrace.core.transfer_budget import TransferBudget
 from headrace.engine.block_pool import Short
 from headrace.engine.engine import Admission, Engine
@@ -86,6 +86,7 @@ class Worker:
         role: WorkerRole,
         host: str,
         engine: Engine,
+        pool: PrefixPool,
         nodes: StoreNodes,
         node_table: StoreNodeTable,
         membership: Membership,
@@ -93,9 +94,11 @@ class Worker:
         report_fault: Callable[[CacheFault], None],
         metrics_port: int = 0,
     ) -> None:
-        """nodes: what calls use, metered or not; node_table: its owner, started and stopped with this worker."""
+        """pool: the engine's, in the namespace's layout. nodes: what calls use, metered or not; node_table: its owner,
+        started and stopped with this worker."""
         self.worker_id = worker_id
         self.engine = engine
+        self._pool = pool
         self.nodes = nodes
         self._timed_nodes = TimedStoreNodes(nodes, clock)
         self.clock = clock
@@ -103,7 +106,7 @@ class Worker:
         self.layout = engine.model.namespace.layout
         self.publisher = BlockPublisher(
             nodes=nodes,
-            pool=engine.kv,
+            pool=pool,
             producer=Producer(worker_id=worker_id, layout=self.layout, clock=clock),
             drop_reference=engine.pool.unref,
             report=report_fault,
@@ -319,7 +322,7 @@ class Worker:
             plan=plan,
             layout=self.layout,
             nodes=self._timed_nodes,
-            pool=self.engine.kv,
+            pool=self._pool,
             deadline=deadline,
         )
         for fault in loaded.faults:

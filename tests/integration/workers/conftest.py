@@ -37,6 +37,7 @@ from headrace.engine.load_model import LoadedModel, load_model
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.prefill.prefill_prompt import prefill_prompt
 from headrace.store.service import StoreNodeService
+from headrace.transfer.coded_pool import stored_pool
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.worker import Worker
 
@@ -222,6 +223,7 @@ async def make_worker(
             role=role,
             host=host,
             engine=engine,
+            pool=stored_pool(model.kv, model.namespace.layout),
             nodes=table,
             node_table=table,
             membership=members or membership,
