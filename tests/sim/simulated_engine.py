@@ -194,7 +194,8 @@ class SimulatedEngine:
             self._num_running -= 1
             admission.state = AdmissionState.RELEASED
             self.pool.unref_all(admission.block_ids)
-        yield RunFinished(None if sampling is None else FinishReason.LENGTH, "", len(token_ids) - num_prompt)
+        reason, num_reused = None if sampling is None else FinishReason.LENGTH, cached_tokens // LAYOUT.block_tokens
+        yield RunFinished(reason, "", len(token_ids) - num_prompt, num_reused_blocks=num_reused)
 
     async def _compute_full_blocks(
         self, admission: Admission, token_ids: list[int], num_valid: int, leaves_blocks: bool

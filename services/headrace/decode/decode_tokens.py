@@ -77,7 +77,10 @@ async def _next_event(events: AsyncGenerator[EngineEvent, None], deadline: Deadl
 
 def _finished(event: RunFinished, call: DecodeCall, held: HeldPrefix, worker: Worker) -> Finished:
     assert event.reason is not None, "a sampled run ends for a reason"
-    reused, block_tokens = reused_runs(held.sources), call.request.prompt.block_tokens
+    block_tokens, num_reused = call.request.prompt.block_tokens, event.num_reused_blocks
+    # What other requests' runs computed meanwhile was found in the pool; what was recomputed was not reused after all.
+    beside = (CacheSource.DEVICE,) * max(0, num_reused - held.num_blocks)
+    reused = reused_runs((*held.sources[:num_reused], *beside))
     usage = Usage(
         prompt_tokens=len(call.request.prompt.token_ids),
         completion_tokens=event.completion_tokens,

@@ -135,12 +135,8 @@ class BlockPool:
             available = len(self._free) + len(self._kept) - sum(block_id in self._kept for block_id in shared)
             if needed > available:
                 return Short(needed=needed, available=available)
-            now_s = self._clock.now_s()
             for block_id in shared:
-                self._references[block_id] += 1
-                self._kept.pop(block_id, None)
-                self._hashed[block_id].hold(now_s, ttl_s)
-                self._hashed[block_id].hits += 1
+                self._hold_shared(block_id, ttl_s)
             while len(self._free) < needed:
                 self._evict_one()
             fresh = [self._free.pop() for _ in range(needed)]
@@ -148,6 +144,18 @@ class BlockPool:
                 assert self._references[block_id] == 0
                 self._references[block_id] = 1
             return Taken(block_ids=(*shared, *fresh), num_shared=len(shared))
+
+    def take_next(self, prompt: HashedPrompt, wanted: range, *, ttl_s: float) -> tuple[int, ...]:
+        """Take blocks [wanted.start, ...) of the chain by hash, as far as they are there: one reference each. The
+        caller holds those before. Not counted as a lookup: that was when the prompt came."""
+        with self._lock:
+            taken: list[int] = []
+            for index in wanted:
+                if (block_id := self._resident(prompt, index)) is None:
+                    break
+                self._hold_shared(block_id, ttl_s)
+                taken.append(block_id)
+            return tuple(taken)
 
     def ref(self, block_id: int) -> None:
         """Add a reference to a block that somebody holds."""
@@ -296,6 +304,11 @@ class BlockPool:
             self.counters.lookups_blocks += asked_blocks
             self.counters.hits_blocks += hit_blocks
 
+    def count_late_hits(self, num_blocks: int) -> None:
+        """Count what a prompt found after its lookup, of what it had asked for then."""
+        with self._lock:
+            self.counters.hits_blocks += num_blocks
+
     def check_integrity(self) -> None:
         """Assert that the books balance and that residency is prefix-closed. O(blocks)."""
         with self._lock:
@@ -321,16 +334,27 @@ class BlockPool:
     def _resident_prefix(self, prompt: HashedPrompt, blocks_max: int) -> list[int]:
         """Ids of the leading blocks whose hash, parent, namespace and token ids all match."""
         block_ids: list[int] = []
-        for index, block_hash in enumerate(prompt.chain[:blocks_max]):
-            block_id = self._hash_to_block.get(block_hash)
-            if block_id is None:
-                break
-            hashed = self._hashed[block_id]
-            same_place = (hashed.namespace, hashed.parent_hash) == (prompt.namespace, prompt.parent_of(index))
-            if not same_place or hashed.token_ids != prompt.block_token_ids(index):
+        for index in range(min(blocks_max, len(prompt.chain))):
+            if (block_id := self._resident(prompt, index)) is None:
                 break
             block_ids.append(block_id)
         return block_ids
+
+    def _resident(self, prompt: HashedPrompt, index: int) -> int | None:
+        """Where block `index` of the chain is, if it is that block in all that it stands for."""
+        block_id = self._hash_to_block.get(prompt.chain[index])
+        if block_id is None:
+            return None
+        hashed = self._hashed[block_id]
+        same_place = (hashed.namespace, hashed.parent_hash) == (prompt.namespace, prompt.parent_of(index))
+        return block_id if same_place and hashed.token_ids == prompt.block_token_ids(index) else None
+
+    def _hold_shared(self, block_id: int, ttl_s: float) -> None:
+        """One more reference to a hashed block, which was found by its hash."""
+        self._references[block_id] += 1
+        self._kept.pop(block_id, None)
+        self._hashed[block_id].hold(self._clock.now_s(), ttl_s)
+        self._hashed[block_id].hits += 1
 
     def _evict_one(self) -> None:
         """Free the longest unused block without children. When each has a held descendant (a reader kept a tail

@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.core.block import BlockHash, NamespaceId
 from headrace.core.errors import HeadraceError, Overloaded
@@ -19,7 +19,9 @@ from headrace.engine.block_pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A full block was computed. Comes with one pool reference: its consumer calls `pool.unref(block_id)` when done."""
+    """A full block of a run is there: computed, or taken from another run that has computed it meanwhile.
+
+    Comes with one pool reference: its consumer calls `pool.unref(block_id)` when done."""
 
     position: int  # 0-based index of the block in its sequence
     block_id: int
@@ -37,6 +39,8 @@ class RunFinished:
     reason: FinishReason | None
     text: str
     completion_tokens: int
+    # Leading blocks of the prompt that were never computed for the run, those taken from other runs among them.
+    num_reused_blocks: int = field(default=0, compare=False)  # no part of the answer
 
 
 EngineEvent = FilledBlock | TokenDelta | RunFinished

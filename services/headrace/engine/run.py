@@ -4,12 +4,12 @@ This file owns what happens to a sequence when rows of it were computed. It know
 threads or of how rows are computed. A run belongs to the step thread from the moment it is submitted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
-from headrace.core.block import HashAlgorithm, HashedPrompt, hash_block, root_hash
+from headrace.core.block import BlockHash, HashAlgorithm, HashedPrompt, hash_block, root_hash
 from headrace.core.generation import FinishReason, SamplingParams, TokenDelta, TokenLogprob
 from headrace.engine.admission_queue import Admission
 from headrace.engine.detokenize import TextStream, detokenize
@@ -49,6 +49,9 @@ class Run:
         self.num_computed = num_computed
         self.in_batch = False
         self.turn = 0  # place among those whose prompts are not computed yet, as it was last settled
+        self.leader: int | None = None  # key of the run that computes this one's next block, as it was last settled
+        self.first_computed: int | None = None  # the first position that was ever computed for this run
+        self._end_computed = 0  # and the end of what was
         self.leaves_blocks = leaves_blocks
         self._sampling = sampling
         self._limits = limits
@@ -71,6 +74,7 @@ class Run:
             in_batch=self.in_batch,
             wants_logits=samples,
             turn=self.turn,
+            leader=self.leader,
         )
 
     @property
@@ -91,6 +95,53 @@ class Run:
         if not (self.admission.use_device and self.leaves_blocks):
             return self._hashed, 0
         return self._hashed, min(len(self._hashed.chain), (self.state.num_target - 1) // self._hashed.block_tokens)
+
+    @property
+    def next_block(self) -> BlockHash | None:
+        """The full block that is computed next, or is under way; None while it only lacks what comes after those."""
+        index = self.num_computed // self._hashed.block_tokens
+        if not self.block_ids or index >= self._num_sharable:
+            return None
+        return self._hashed.chain[index]
+
+    @property
+    def may_take_next(self) -> bool:
+        """Whether the next block may come from another run: at a block's edge, by a request that may reuse, and either
+        before it has computed anything itself or where it computes for the second time. So what was not computed for
+        it is always the beginning of its prompt."""
+        if not self.admission.use_device or self.num_computed % self._hashed.block_tokens or self.next_block is None:
+            return False
+        return self.first_computed is None or self.num_computed < self._end_computed
+
+    @property
+    def num_reused_blocks(self) -> int:
+        """Leading blocks of the prompt that were never computed for this run."""
+        prompt = self.admission.prompt
+        if self.first_computed is None:
+            return min(self.num_computed // prompt.block_tokens, len(prompt.chain))
+        return min(self.first_computed // prompt.block_tokens, len(prompt.chain))
+
+    @property
+    def _num_sharable(self) -> int:
+        """Leading blocks that need not be computed here: of a run that samples, all but the last token's."""
+        if self._sampling is None:
+            return len(self._hashed.chain)
+        return min(len(self._hashed.chain), (len(self._token_ids) - 1) // self._hashed.block_tokens)
+
+    @property
+    def wanted_blocks(self) -> tuple[HashedPrompt, range]:
+        """The chain, and which of its blocks are taken from the pool as soon as they are there."""
+        index = self.num_computed // self._hashed.block_tokens
+        return self._hashed, range(index, self._num_sharable if self.may_take_next else index)
+
+    def take(self, block_ids: Sequence[int]) -> list[int]:
+        """The next blocks are there, in these; returns those that were meant for them, for the caller to give back."""
+        first = self.num_computed // self._hashed.block_tokens
+        own = self.block_ids[first : first + len(block_ids)]
+        assert len(own) == len(block_ids)
+        self.block_ids[first : first + len(block_ids)] = block_ids
+        self.num_computed += len(block_ids) * self._hashed.block_tokens
+        return own
 
     def give_up_blocks(self) -> list[int]:
         """The run holds no blocks and has computed nothing from here on; the caller gives back what is returned."""
@@ -119,6 +170,8 @@ class Run:
         """KV of positions [0, stop) is valid now. Returns the sequence with its chain as far as it is full, if that
         grew and is to be shared."""
         full_before = self.num_computed // self._hashed.block_tokens
+        self.first_computed = min(self.num_computed, stop if self.first_computed is None else self.first_computed)
+        self._end_computed = max(self._end_computed, stop)
         self.num_computed = stop
         num_full = stop // self._hashed.block_tokens
         if not self.leaves_blocks or num_full == full_before:
@@ -158,13 +211,17 @@ class Run:
             top_logprobs=tuple(TokenLogprob(i, self._text.token_text(i), logprob) for i, logprob in sampled.top),
         )
         if at_eos or text.stopped:
-            return delta, RunFinished(FinishReason.STOP, "", self.num_completion)
+            return delta, self.finished(FinishReason.STOP)
         context_is_full = len(self._token_ids) >= self._limits.context_tokens_max
         if self.num_completion >= params.max_tokens or context_is_full:
             rest = self._text.finish()
             reason = FinishReason.STOP if rest.stopped else FinishReason.LENGTH
-            return delta, RunFinished(reason, rest.text, self.num_completion)
+            return delta, self.finished(reason, rest.text)
         return delta, None
+
+    def finished(self, reason: FinishReason | None = None, text: str = "") -> RunFinished:
+        """The run's last event, as things are now."""
+        return RunFinished(reason, text, self.num_completion, num_reused_blocks=self.num_reused_blocks)
 
     @property
     def num_completion(self) -> int:

@@ -12,7 +12,8 @@ The rules, in order:
 3. What remains of `prefill_chunk_tokens` goes to prompts, in the order of their turns (`turns.py`: by priority, fair
    between accounts, shortest first with ageing); at the same turn, oldest first. A step's length is so bounded by
    `prefill_chunk_tokens + batch_sequences_max` rows.
-4. When blocks run short, the most recently admitted holder gives way and is recomputed later. The oldest sequence
+4. A sequence whose next block another one of the batch computes gets no rows, and takes that block when it is there.
+5. When blocks run short, the most recently admitted holder gives way and is recomputed later. The oldest sequence
    therefore always gets on, and nothing is preempted for ever.
 5. Drafts of tokens (`speculation.py`) come last: they have what prompts left of `prefill_chunk_tokens`, and open a
    block only where enough are free that nobody gives way for it and no sequence waits for blocks.
@@ -33,6 +34,7 @@ class SequenceState:
     in_batch: bool
     wants_logits: bool  # of the last target position
     turn: int = 0  # place among prompts, lower first
+    leader: int | None = None  # key of the sequence that computes this one's next block
     num_drafts: int = 0  # tokens behind the target that might be computed, too: of those who lack their newest only
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ def schedule_step(
     available_blocks: blocks that can be taken now.
     Returns a plan whose rows need at most `available_blocks`; its rows are empty only when no sequence can run now.
     """
-    by_turn = sorted(sequences, key=lambda sequence: (sequence.turn, sequence.key))
+    by_turn = sorted(sequences, key=lambda sequence: (sequence.turn, sequence.leader is not None, sequence.key))
     room = limits.batch_sequences_max - sum(sequence.in_batch for sequence in by_turn)
     assert room >= 0
     joins: list[SequenceState] = []
@@ -127,6 +129,8 @@ def _growth(rows: Sequence[PlannedRows]) -> int:
 
 def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[PlannedRows]:
     """Rows for newest tokens first, then prompt chunks, in the batch's order within each."""
+    in_batch = {sequence.key for sequence in batch}
+    batch = [sequence for sequence in batch if sequence.leader not in in_batch]
     rows = [_rows(sequence, 1, limits) for sequence in batch if _lacks_newest_only(sequence)]
     left = limits.prefill_chunk_tokens
     for sequence in batch:

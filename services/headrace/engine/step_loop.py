@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, FAILED_STEPS_MAX
 from headrace.engine.admission_queue import Admission, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.event_stream import EventStream, RunFinished
+from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run
 from headrace.engine.sample_token import Logits
@@ -48,6 +50,7 @@ class StepLoop:
         self.heartbeat_s = clock.now_s()  # when a step last ended, or work was last waited for
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_shared_blocks = 0  # taken from another run instead of being computed
         self.to_wake: list[EventStream] = []  # streams with news since their consumers were last woken
         self._model = model
         self._pool = pool
@@ -189,8 +192,10 @@ class StepLoop:
 
     def _step(self) -> None:
         """One step: plan, compute, hand out. A run that fails is ended; the others go on."""
-        for run in [run for run in self._runs.values() if run.prompt_is_computed]:
-            self._end(run, RunFinished(None, "", 0))
+        for run in list(self._runs.values()):
+            self._take_computed(run)
+            if run.prompt_is_computed:
+                self._end(run, run.finished())
         plan = self._plan()
         self._can_step = bool(plan.rows)
         if not plan.rows:
@@ -212,7 +217,7 @@ class StepLoop:
         wanted = iter(logits.numpy())
         for run, rows in zip(runs, plan.rows, strict=True):
             try:
-                self._share_blocks(run, rows.stop)
+                self._share_blocks(run, run.computed(rows.stop))
                 self._add_token(run, next(wanted) if rows.num_logits else None)
             except Exception as error:  # as above, but only this sequence is lost
                 self._fail(run, f"its engine could not take a step's result: {type(error).__name__}: {error}")
@@ -221,6 +226,7 @@ class StepLoop:
         """Ask for a plan, make the changes of blocks that it asks for first, and take the blocks that it needs."""
         while True:
             settle_turns(self._runs.values(), self._turns)
+            follow_runs(self._runs.values())
             planned = schedule_step(
                 [run.state for run in self._runs.values()],
                 self._limits,
@@ -256,12 +262,23 @@ class StepLoop:
             self._runs[rows.key].block_ids.extend(taken.block_ids)
         return True
 
-    def _share_blocks(self, run: Run, stop: int) -> None:
-        """Positions [0, stop) are computed: share the blocks that are full by hash, and report the new ones."""
-        hashed = run.computed(stop)
+    def _take_computed(self, run: Run) -> None:
+        """Instead of computing the run's next blocks, take those that another run has computed meanwhile."""
+        prompt, wanted = run.wanted_blocks
+        taken = self._pool.take_next(prompt, wanted, ttl_s=run.admission.ttl_s) if wanted else ()
+        if taken:
+            if run.first_computed is None:  # else it has lost blocks that were its own, and finds them so
+                self.num_shared_blocks += len(taken)
+                self._pool.count_late_hits(len(taken))
+            self._pool.unref_all(run.take(taken))
+            self._share_blocks(run, prompt if run.leaves_blocks else None)
+
+    def _share_blocks(self, run: Run, hashed: HashedPrompt | None) -> None:
+        """Share the run's blocks that are full by hash, and report the new ones. None: there are none, or they are not
+        to be shared."""
         if hashed is None:
             return
-        num_full = stop // self._limits.block_tokens
+        num_full = run.num_computed // self._limits.block_tokens
         self._pool.hash_blocks(hashed, run.block_ids[:num_full], ttl_s=run.admission.ttl_s)
         for filled in run.unreported_blocks():
             self._pool.ref(filled.block_id)
@@ -269,7 +286,7 @@ class StepLoop:
 
     def _add_token(self, run: Run, logits: Logits | None) -> None:
         """Choose and send the next token, if one is due, and end the run if it was the last thing wanted."""
-        finished = RunFinished(None, "", 0) if run.prompt_is_computed else None
+        finished = run.finished() if run.prompt_is_computed else None
         if logits is not None:
             delta, finished = run.add_token(logits)
             run.stream.send(delta)

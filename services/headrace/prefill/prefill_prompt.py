@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from headrace.core.clock import Deadline
 from headrace.core.generation import MeasuredWork, PrefillCall, PrefillResult
-from headrace.engine.event_stream import FilledBlock
+from headrace.engine.event_stream import FilledBlock, RunFinished
 from headrace.transfer.publish_blocks import Publication
 from headrace.transfer.worker import HeldPrefix, Worker
 
@@ -38,8 +38,7 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
                     deadline=deadline,
                 ) as held,
             ):
-                reused_blocks = held.num_blocks
-                published_blocks = await _compute_and_publish(call, worker, held)
+                reused_blocks, published_blocks = await _compute_and_publish(call, worker, held)
                 work = held.work(worker.clock)
         return PrefillResult(
             attempt_id=call.attempt_id,
@@ -51,11 +50,11 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
         )
 
 
-async def _compute_and_publish(call: PrefillCall, worker: Worker, held: HeldPrefix) -> int:
-    """Run the engine over what is missing; returns how many leading blocks are readable."""
-    request = call.request
+async def _compute_and_publish(call: PrefillCall, worker: Worker, held: HeldPrefix) -> tuple[int, int]:
+    """Run the engine over what is missing; returns how many leading blocks were not computed, and are readable."""
+    request, num_reused = call.request, held.num_blocks
     if not request.cache.publish:
-        return 0  # computing would be for nobody
+        return num_reused, 0  # computing would be for nobody
     publication = Publication(request.cache.retention)
     num_readable = held.num_blocks if held.is_stored_here else 0
     reused = worker.take_reused(held, request)
@@ -68,7 +67,9 @@ async def _compute_and_publish(call: PrefillCall, worker: Worker, held: HeldPref
             async for event in events:
                 if isinstance(event, FilledBlock):
                     await _offer(worker, publication, event)
-    return num_readable + await publication.finished()
+                elif isinstance(event, RunFinished):
+                    num_reused = event.num_reused_blocks
+    return num_reused, num_readable + await publication.finished()
 
 
 async def _offer(worker: Worker, publication: Publication, block: FilledBlock) -> None:

@@ -56,6 +56,33 @@ async def test_the_same_prompt_again_and_again_and_eight_at_once(store_node, mak
     assert [reply.cached.total for reply in replies] == [0] + [5 * B] * 12
 
 
+async def test_equal_prompts_that_arrive_together_are_computed_once_and_counted_so(store_node, make_worker, prompts):
+    """Fails when several of them compute the prefix, or when usage says otherwise than what was computed for each."""
+    token_ids = prompts(6 * B + 2, salt=8)
+    worker = await make_worker("worker")
+    cold = await worker.cold(token_ids)
+    replies = await asyncio.gather(*(worker.decode(token_ids) for _ in range(8)))
+    assert all(reply.same_answer_as(cold) for reply in replies)
+    cached = sorted((reply.cached.device, reply.cached.total) for reply in replies)
+    assert cached == [(0, 0)] + [(6 * B, 6 * B)] * 7
+    await worker.published()
+    assert store_node.node.stat().committed_blocks == 6
+    may_not = CacheControl(sources=frozenset())
+    replies = await asyncio.gather(*(worker.decode(token_ids, cache=may_not) for _ in range(3)))
+    assert [reply.cached.total for reply in replies] == [0, 0, 0]
+    salted = await asyncio.gather(*(worker.decode(token_ids, salt=salt) for salt in "aabb"))
+    assert all(reply.same_answer_as(cold) for reply in salted)
+    assert sorted(reply.cached.total for reply in salted) == [0, 0, 6 * B, 6 * B]
+
+
+async def test_equal_prefills_at_once_say_what_each_computed(store_node, make_worker, prompts):
+    token_ids = prompts(5 * B + 1, salt=9)
+    worker = await make_worker("worker")
+    results = await asyncio.gather(*(worker.prefill(token_ids) for _ in range(4)))
+    assert sorted(result.reused_blocks for result in results) == [0, 5, 5, 5]
+    assert [result.published_blocks for result in results] == [5] * 4
+
+
 async def test_many_tails_on_shared_heads_side_by_side(store_node, make_worker, prompts):
     """Fails when prompts that share a head disturb each other, on one worker or between two."""
     rng = random.Random(9)

@@ -101,6 +101,23 @@ def test_who_holds_blocks_may_pass_a_preempted_one_that_does_not_fit() -> None:
     assert plan([preempted, holder], available=2).joins == (2,)
 
 
+def test_who_lacks_what_another_one_computes_waits_for_it_and_only_while_that_one_runs() -> None:
+    """Fails if both are computed, if the leader waits behind its followers, or if somebody waits for one that cannot
+    join the batch."""
+    leader = replace(make_sequence(2, computed=0, target=30), turn=1)
+    follower = replace(make_sequence(1, computed=0, target=30), turn=1, leader=2)
+    other = replace(make_sequence(3, computed=0, target=4), turn=5)
+    assert [row.key for row in plan([leader, follower, other]).rows] == [2]
+    short = replace(leader, num_target=4)
+    assert [(row.key, row.stop) for row in plan([short, follower, other]).rows] == [(2, 4), (3, 4)]
+    outside = replace(leader, in_batch=False)
+    assert plan([replace(follower, in_batch=False), outside], limits=replace(LIMITS, batch_sequences_max=1)).joins == (
+        2,
+    )
+    full = replace(LIMITS, batch_sequences_max=1)
+    assert [row.key for row in plan([outside, follower], limits=full).rows] == [1]
+
+
 def test_drafts_have_what_prompts_left_and_stop_nobody() -> None:
     """Fails if a draft delays a prompt's chunk or somebody's newest token, or makes a step longer than its bound."""
     prompt = make_sequence(1, computed=0, target=6)
