@@ -4,6 +4,7 @@ import click
 
 from headrace import __version__
 from headrace.admin.bench_commands import bench
+from headrace.admin.bench_simulator_command import simulator
 from headrace.admin.cache_commands import cache
 from headrace.admin.cache_details import show_block, why_miss
 from headrace.admin.chat import chat
@@ -14,6 +15,7 @@ from headrace.admin.doctor import doctor
 from headrace.admin.event_commands import events
 from headrace.admin.explanation import explain
 from headrace.admin.inference_commands import generate, models
+from headrace.admin.learn_commands import learn
 from headrace.admin.node_commands import nodes
 from headrace.admin.plan_command import plan
 from headrace.admin.portable_blocks import export_blocks, import_blocks
@@ -48,6 +50,7 @@ for command in (
     import_blocks,
 ):
     cache.add_command(command)
+bench.add_command(simulator)
 for command in (
     up,
     down,
@@ -58,6 +61,7 @@ for command in (
     cache,
     verify,
     diagnose,
+    learn,
     demo,
     bench,
     store_node,

@@ -58,7 +58,7 @@ def _as_json(found: Any) -> dict[str, Any]:
 
 def _show(found: Any) -> None:
     print_table(
-        ["step ", "batch ", "tokens ", "operations a byte ", "limit ", "least ", "measured ", "ratio "],
+        ["step ", "batch", "tokens", "operations a byte", "limit ", "least", "measured", "ratio"],
         [
             [
                 row.what, str(row.batch), f"{row.tokens:,}", f"{row.work.intensity:,.1f}", row.limit,
@@ -70,12 +70,12 @@ def _show(found: Any) -> None:
     )  # fmt: skip
     click.echo()
     print_table(
-        ["context ", "batch from which arithmetic limits decode "],
+        ["context", "batch from which arithmetic limits decode"],
         [[f"{c:,}", "none" if b is None else f"{b:,.0f}"] for c, b in found.compute_bound_batch.items()],
     )
     click.echo()
     print_table(
-        ["sequences ", "KV passes the weights at ", "memory is full at "],
+        ["sequences", "KV passes the weights at", "memory is full at"],
         [
             [str(row.sequences), f"{row.kv_passes_weights_tokens:,} tokens each", f"{row.fit_tokens:,} tokens each"]
             for row in found.memory

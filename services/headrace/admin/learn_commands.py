@@ -1,0 +1,59 @@
+"""`headrace learn`: the experiments of docs/learn, on any model. Need no system."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from headrace.admin.setting_flags import setting_options
+from headrace.admin.system_commands import load_function
+from headrace.admin.terminal import json_option, print_json, print_table, say
+from headrace.config import load_config
+
+# Name of the experiment -> what it shows. The function is headrace.learn.show_<name>:show_<name>.
+EXPERIMENTS = {
+    "validity": "Why what was computed for a token may be kept.",
+    "memory": "The bytes of KV by the formula, and as they are.",
+    "positions": "Why the same words elsewhere have other keys.",
+    "paging": "Preallocated, grown and paged KV: what each wastes.",
+    "sharing": "What a common beginning saves.",
+    "batching": "What decoding together buys, and what it costs in memory.",
+}
+
+
+@click.group(short_help="Small experiments that show how KV caching works.")
+def learn() -> None:
+    """Small experiments on a real model that show how KV caching works; docs/learn has the text that goes with them.
+
+    Each takes less than two minutes with the built-in model on two cores (the first one longer: the model is checked
+    once) and needs no running system.
+    """
+
+
+def _command(name: str, help_line: str) -> Callable[..., None]:
+    @learn.command(name, short_help=help_line, help=f"{help_line}\n\n\b\nExample:\n  headrace learn {name}")
+    @setting_options("model", "engine")
+    @json_option
+    def run(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        show = load_function(f"headrace.learn.show_{name}:show_{name}", command="learn", extra="all")
+        _print(show(load_config(flags, config_file=config_file), report=say), as_json=as_json)
+
+    return run
+
+
+def _print(lesson: Any, *, as_json: bool) -> None:
+    if as_json:
+        print_json(lesson.facts | {"conclusion": lesson.conclusion})
+        return
+    for title, columns, rows in lesson.tables:
+        print_table(columns, rows, title=title)
+        click.echo()
+    for note in lesson.notes:
+        click.echo(note)
+    click.echo(lesson.conclusion)
+
+
+for _name, _help_line in EXPERIMENTS.items():
+    _command(_name, _help_line)
