@@ -45,7 +45,7 @@ def fetch(*, as_json: bool) -> None:
       headrace bench fetch --json > fetch.json
     """
     measure_fetch = load_function("headrace.bench.measure_fetch:measure_fetch", command="bench", extra="all")
-    _show(measure_fetch(report=say), as_json=as_json)
+    show_report(measure_fetch(report=say), as_json=as_json)
 
 
 @bench.command(short_help="Measure what routing costs a gateway.")
@@ -65,10 +65,10 @@ def route(*, as_json: bool) -> None:
     measure_routing = load_function(
         "headrace.bench.measure_routing:measure_routing", command="bench route", extra="store"
     )
-    _show(measure_routing(report=say), as_json=as_json)
+    show_report(measure_routing(report=say), as_json=as_json)
 
 
-def _show(found: Any, *, as_json: bool) -> None:
+def show_report(found: Any, *, as_json: bool) -> None:
     """Print a report: one JSON document, or its tables."""
     if as_json:
         print_json(found.as_json())
@@ -214,18 +214,18 @@ def serve(
             seed=seed,
             output_tokens_max=max_tokens,
         ),
-        bounds=_bounded(bounds) if trace is None else bounds,
+        bounds=bounded(bounds) if trace is None else bounds,
         slo=slo,
         report=say,
     )
-    _show(found, as_json=as_json)
+    show_report(found, as_json=as_json)
     for remark in found.remarks():
         say(remark)
     if found.interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
 
 
-def _bounded(bounds: Any) -> Any:
+def bounded(bounds: Any) -> Any:
     """Workloads without an end of their own need one."""
     if bounds.requests_max is None and bounds.duration_s is None:
         return type(bounds)(requests_max=None, duration_s=DURATION_S_DEFAULT, timeout_s=bounds.timeout_s)
@@ -279,18 +279,18 @@ def sweep(
 
     @contextmanager
     def start(settings: Mapping[str, Any]) -> Iterator[Any]:
-        with _local_system({**flags, **settings}, config_file) as system:
+        with local_system({**flags, **settings}, config_file) as system:
             yield system
 
     found = sweep_optimisations(
         start,
         workload=workload(seed=seed, output_tokens_max=max_tokens),
         rates=rates,
-        bounds=_bounded(bounds),
+        bounds=bounded(bounds),
         slo=slo,
         report=say,
     )
-    _show(found, as_json=as_json)
+    show_report(found, as_json=as_json)
     for remark in found.remarks():
         say(remark)
     if plot_sweep is not None and found.rows:
@@ -299,7 +299,7 @@ def sweep(
 
 
 @contextmanager
-def _local_system(flags: Mapping[str, Any], config_file: str | None) -> Iterator[Any]:
+def local_system(flags: Mapping[str, Any], config_file: str | None) -> Iterator[Any]:
     """A system of its own on free ports, started as `headrace up` starts one; it ends with the scope."""
     launch_local, down, processes_of, running = (
         load_function(path, command="bench sweep", extra="all")
@@ -310,16 +310,20 @@ def _local_system(flags: Mapping[str, Any], config_file: str | None) -> Iterator
             "headrace.bench.sweep_optimisations:RunningSystem",
         )
     )
-    directory = Path(tempfile.mkdtemp(prefix="headrace-sweep-"))
+    directory = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
     # Nothing of a system that runs here already may be met, and no API key is asked for.
     own = {"state_dir": str(directory), "node_id": directory.name, "http_port": 0, "grpc_port": 0, "disk_gb": 0.0}
-    # The system is detached, so that a sweep that is told to end must end it, too.
+    # The system is detached, so that who is told to end must end it, too.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         config = load_config({**flags, **own, "redis_url": "", "tenants_file": ""}, config_file=config_file)
         state = launch_local(config, report=say)
         try:
-            yield running(grpc_address=state.grpc_target, process_ids=lambda: processes_of(state.instance_id))
+            yield running(
+                grpc_address=state.grpc_target,
+                process_ids=lambda: processes_of(state.instance_id),
+                redis_url=state.redis_url,
+            )
         finally:
             down(directory, report=say)
     finally:

@@ -90,14 +90,15 @@ def measure_serving(
 
     Raises InvalidRequest for a workload that cannot be sent, UnknownModel, GatewayUnreachable.
     """
-    return asyncio.run(_measure(endpoint, workload, bounds=bounds, slo=slo, report=report))
+    return asyncio.run(measure_load(endpoint, workload, bounds=bounds, slo=slo, report=report))
 
 
-async def _measure(
+async def measure_load(
     endpoint: ServingEndpoint, workload: Workload, *, bounds: LoadBounds, slo: Slo, report: Report
 ) -> LoadReport:
+    """As `measure_serving`, on a loop that runs already."""
     clock, tally, stop = SystemClock(), LoadTally(slo), asyncio.Event()
-    async with _opened(endpoint) as (target, model):
+    async with opened(endpoint) as (target, model):
         requests = plan_workload(workload, model, bounds=bounds, as_words=endpoint.chat, report=report)
         report(f"sending {workload.name} to {endpoint.name}, model {model.id}; Ctrl-C ends it and shows what there is")
         with _interrupting(stop.set):
@@ -149,7 +150,7 @@ def _make_trace(workload: Workload, bounds: LoadBounds) -> Trace:
 
 
 @asynccontextmanager
-async def _opened(endpoint: ServingEndpoint) -> AsyncIterator[tuple[LoadTarget, ServedModel]]:
+async def opened(endpoint: ServingEndpoint) -> AsyncIterator[tuple[LoadTarget, ServedModel]]:
     """The target and the model that it serves."""
     deadline = Deadline.after(DESCRIBE_TIMEOUT_S, SystemClock())
     if endpoint.url:

@@ -45,10 +45,11 @@ LEFT_OUT = "int8 KV has no row: it is not served yet"
 
 @dataclass(frozen=True, slots=True)
 class RunningSystem:
-    """A system under test: where it serves, and the ids of its processes as they are now."""
+    """A system under test: where it and its index serve, and the ids of its processes as they are now."""
 
     grpc_address: str
     process_ids: Callable[[], Iterable[int]]
+    redis_url: str = ""
 
 
 # Starts a system with these settings; it ends with the scope.

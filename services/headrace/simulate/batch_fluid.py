@@ -15,9 +15,6 @@ from headrace.simulate.worker_memory import DeviceMemory
 if TYPE_CHECKING:
     from headrace.simulate.simulated_fleet import Outcome, SimulatedFleet
 
-# Prompt tokens computed in one step beside a decode batch: how long a step lasts while a prefill runs.
-PREFILL_CHUNK_TOKENS = 512
-
 
 @dataclass(slots=True)
 class _Sequence:
@@ -35,7 +32,7 @@ class DecodeBatch:
         self._worker = worker
         self._cost = cost
         self._memory = memory
-        self._waiting: deque[Outcome] = deque()
+        self._waiting: deque[tuple[Outcome, float | None]] = deque()  # with the time of the first token, if it has one
         self._ends: list[tuple[float, int, _Sequence]] = []  # (step at which it has all its tokens, serial, sequence)
         self._steps = 0.0  # since the start
         self._changed_s = 0.0
@@ -53,7 +50,8 @@ class DecodeBatch:
         """How long a step lasts now."""
         step_s = float(self._cost.step_seconds(self.num_sequences, self._kv_tokens))
         if self._prefilling:
-            step_s += PREFILL_CHUNK_TOKENS / float(self._fleet.model.prefill.tokens_per_s)
+            model = self._fleet.model
+            step_s += model.prefill_chunk_tokens / float(model.prefill.tokens_per_s)
         return step_s
 
     def prefill_runs(self, running: bool) -> None:
@@ -62,28 +60,33 @@ class DecodeBatch:
         self._prefilling = running
         self._plan_next_end()
 
-    def join(self, outcome: "Outcome") -> None:
-        """A prompt's KV is here: its sequence runs as soon as memory has room for all that it will have."""
-        self._waiting.append(outcome)
+    def join(self, outcome: "Outcome", *, computed_here: bool) -> None:
+        """A prompt's KV is here: its sequence runs as soon as memory has room for all that it will have.
+
+        computed_here: the last step of the prompt may have given the first token (`ClusterModel.first_token_steps`).
+        """
+        has_first = computed_here and self._fleet.model.first_token_steps == 0
+        self._waiting.append((outcome, self._fleet.now_s if has_first else None))
         self._admit()
 
     def _admit(self) -> None:
         self._advance()
         while self._waiting:
-            request = self._waiting[0].request
+            request = self._waiting[0][0].request
             if not self._memory.fits(request.input_tokens + request.output_tokens) and self._ends:
                 break
-            outcome = self._waiting.popleft()
+            outcome, first_token_s = self._waiting.popleft()
             held = request.chain[: self._memory.add(request.chain)]
             self._memory.use(held)
             block_tokens = self._fleet.block_tokens
             private = request.input_tokens + request.output_tokens - len(held) * block_tokens
             self._memory.take_private(private)
             sequence = _Sequence(outcome, held, private)
-            heapq.heappush(self._ends, (self._steps + request.output_tokens, self._fleet.next_serial(), sequence))
+            steps = request.output_tokens - (first_token_s is not None)
+            heapq.heappush(self._ends, (self._steps + steps, self._fleet.next_serial(), sequence))
             self._kv_tokens += request.input_tokens
-            sequence.first_token_s = self._fleet.now_s + self.step_s
-            outcome.ttft_s = sequence.first_token_s - request.arrival_s
+            sequence.first_token_s = self._fleet.now_s + self.step_s if first_token_s is None else first_token_s
+            outcome.ttft_s = sequence.first_token_s - request.arrival_s + self._fleet.model.request_s
         self._plan_next_end()
 
     def _advance(self) -> None:

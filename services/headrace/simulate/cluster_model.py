@@ -3,7 +3,8 @@
 Read from a small YAML file, or one of the profiles that ship beside this file. Every number has a unit in its name.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ class ClusterModel:
     host_tokens: int  # KV that one host's memory holds behind it; 0: no pool
     ttft_slo_s: float
     itl_slo_s: float
+    # What a file need not say:
+    # Where the prompt was computed: 1, the first token is a decode step of its own, as the published studies count it;
+    # 0, the prompt's last step gives it, as engines do.
+    first_token_steps: int = 1
+    request_s: float = 0.0  # from a caller to a worker and back, beside all work
+    prefill_chunk_tokens: int = 512  # of prompts, in one step: so much longer a decode step lasts beside a prefill
+    interference: float = 0.02  # of a prefill's time, lost to each sequence that decodes beside it
+    local_prefill_tokens: int = 2_048  # missing ones that a decode worker may compute itself, at most
 
     @property
     def num_workers(self) -> int:
@@ -69,16 +78,23 @@ def read_cluster(named: str) -> ClusterModel:
     return _parse(named, loaded)
 
 
+def write_cluster(model: ClusterModel, path: Path, *, remarks: Sequence[str]) -> None:
+    """A file that `read_cluster` reads back, with remarks for people at its head."""
+    head = "".join(f"# {line}\n" for line in remarks)
+    path.write_text(head + yaml.safe_dump(asdict(model), sort_keys=False), encoding="utf-8")
+
+
 def _parse(named: str, loaded: dict[str, Any]) -> ClusterModel:
     wanted: dict[str, Any] = {field.name: field.type for field in fields(ClusterModel)}
-    unknown, missing = sorted(set(loaded) - set(wanted)), sorted(set(wanted) - set(loaded))
+    needed = {field.name for field in fields(ClusterModel) if field.default is MISSING}
+    unknown, missing = sorted(set(loaded) - set(wanted)), sorted(needed - set(loaded))
     if unknown or missing:
         raise InvalidRequest(
             f"{named}: unknown {unknown or 'nothing'}, missing {missing or 'nothing'}", param="cluster"
         )
     values: dict[str, Any] = {"name": str(loaded["name"])}
     for name, kind in wanted.items():
-        if name == "name":
+        if name == "name" or name not in loaded:
             continue
         if kind in (PrefillCost, DecodeCost, LinkCost):
             values[name] = _parse_costs(named, name, kind, loaded[name])

@@ -6,10 +6,7 @@ from headrace.core.choose_placement import INTERFERENCE, Copy, Placement, Worker
 from headrace.core.predicted_blocks import PredictedBlocks
 from headrace.simulate.simulated_fleet import QueueOrder, RoutePlan, SimulatedFleet, SimulatedRequest
 
-# A decode worker computes up to this many missing tokens itself, when that is predicted to be sooner.
-LOCAL_PREFILL_TOKENS = 2_048
-
-# ... and while running sequences hold less than this share of its memory.
+# A decode worker computes a prompt itself while running sequences hold less than this share of its memory.
 LOCAL_PREFILL_MEMORY_MAX = 0.9
 
 # Weight of a new request in the running mean of the least work that requests need.
@@ -140,12 +137,12 @@ class HeadracePolicy:
         decode = self.least_busy_decoder()
         hand_off_s = model.network.round_trip_s + fleet.block_tokens * model.kv_token_bytes / model.network.bytes_per_s
         best: tuple[float, int, float] | None = None
-        for candidate in decoders[request.input_tokens - depth[decoders] <= LOCAL_PREFILL_TOKENS].tolist():
+        for candidate in decoders[request.input_tokens - depth[decoders] <= model.local_prefill_tokens].tolist():
             own = min(int(depth[candidate]), request.input_tokens - 1)
             if fleet.memory_use(candidate) >= LOCAL_PREFILL_MEMORY_MAX:
                 continue
             work_s = float(model.prefill.seconds(own, request.input_tokens))
-            steps_s = (1 + (request.input_tokens - own) // 512) * fleet.step_s(candidate)
+            steps_s = (1 + (request.input_tokens - own) // model.prefill_chunk_tokens) * fleet.step_s(candidate)
             local_s = queue_s[candidate] + work_s + steps_s + INTERFERENCE * fleet.decodes[candidate] * work_s
             if local_s < placed.cost_s + hand_off_s and (best is None or local_s < best[0]):
                 best = (local_s, candidate, work_s)

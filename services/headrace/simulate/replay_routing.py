@@ -53,6 +53,7 @@ class RoutingResult:
     ttft_s_p90: float
     ttft_s_p99: float
     slo_share: float  # requests within both the TTFT and the ITL target
+    itl_ms_p50: float
     itl_ms_p90: float
     imbalance: float  # the busiest prefill worker's seconds over the mean
     fetched_gb: float
@@ -126,6 +127,7 @@ def _sum_up(policy: str, load: float, outcomes: Sequence[Outcome], fleet: Simula
         ttft_s_p90=p90,
         ttft_s_p99=p99,
         slo_share=float(np.mean((ttft < model.ttft_slo_s) & (itl < model.itl_slo_s))),
+        itl_ms_p50=float(np.percentile(itl, 50)) * 1_000,
         itl_ms_p90=float(np.percentile(itl, 90)) * 1_000,
         imbalance=float(busy_s.max() / busy_s.mean()) if busy_s.any() else 1.0,
         fetched_gb=sum(outcome.fetched_bytes for outcome in outcomes) / 1e9,

@@ -279,9 +279,9 @@ class SimulatedFleet:
         self.hosts[source].read(job.request.chain[: end // self.block_tokens])
 
     def _slowdown(self, where: int) -> float:
-        """A prefill beside running decodes takes longer: each takes 2 % of the worker."""
+        """A prefill beside running decodes takes longer: each takes a share of the worker."""
         batch = self._workers[where].batch
-        return 1.0 if batch is None else 1.0 + 0.02 * batch.num_sequences
+        return 1.0 if batch is None else 1.0 + self.model.interference * batch.num_sequences
 
     def _computed(self, where: int, job: _Job) -> None:
         worker, request = self._workers[where], job.request
@@ -315,7 +315,7 @@ class SimulatedFleet:
         batch = self._workers[decode].batch
         assert batch is not None
         if decode == where:
-            batch.join(job.outcome)
+            batch.join(job.outcome, computed_here=True)
             return
         present = self._workers[decode].memory.num_leading(job.request.chain) * self.block_tokens
         moved = max(0, job.request.input_tokens - present) * self.model.kv_token_bytes
@@ -327,7 +327,7 @@ class SimulatedFleet:
         self.link_free_s[where] = max(self.link_free_s[where], self.now_s) + took_s
         arrives_s = self.now_s + (self.model.network.round_trip_s + took_s * shared) * (moved > 0)
         job.outcome.fetched_bytes += moved
-        self.at(arrives_s, lambda: batch.join(job.outcome))
+        self.at(arrives_s, lambda: batch.join(job.outcome, computed_here=False))
 
     def ended(self, outcome: Outcome) -> None:
         """A sequence has its last token."""

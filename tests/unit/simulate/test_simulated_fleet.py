@@ -191,3 +191,27 @@ def test_a_worker_computes_who_is_ready_while_another_waits_for_its_fetch():
     outcomes = {o.request.number: o for o in fleet.run(requests, lambda request: plans[request.number])}
     assert outcomes[1].host_tokens == 300
     assert outcomes[2].ttft_s < outcomes[1].ttft_s, "the GPU stood still for a fetch"
+
+
+def test_an_engine_gives_the_first_token_with_the_last_step_of_the_prompt_where_it_decodes():
+    """350 tokens at 1,000 a second; then 10 more tokens of 10 ms. A published study counts a step more."""
+    engine = replace(ONE_EACH, prefill_workers=0, decode_workers=0, mixed_workers=1, first_token_steps=0)
+    for model, first_step_s in ((engine, 0.0), (replace(engine, first_token_steps=1), 0.010)):
+        fleet = SimulatedFleet(model, block_tokens=BLOCK)
+        (outcome,) = fleet.run([make_request(0, 1.0, (1, 2, 3))], lambda request: RoutePlan(0, 0, 0.35))
+        assert outcome.ttft_s == pytest.approx(0.350 + first_step_s)
+        assert outcome.itl_s == pytest.approx(0.010, rel=0.01)
+
+
+def test_what_a_request_takes_beside_all_work_is_in_its_first_token():
+    fleet = SimulatedFleet(replace(ONE_EACH, request_s=0.2), block_tokens=BLOCK)
+    (outcome,) = fleet.run([make_request(0, 1.0, (1, 2, 3))], lambda request: RoutePlan(0, 1, 0.35))
+    assert outcome.ttft_s == pytest.approx(0.2 + 0.350 + BLOCK * 1_000 / 1e9 + 0.010)
+
+
+def test_a_prefill_takes_longer_by_its_share_for_each_sequence_that_decodes_beside_it():
+    model = replace(ONE_EACH, prefill_workers=0, decode_workers=0, mixed_workers=1, interference=0.5)
+    fleet = SimulatedFleet(model, block_tokens=BLOCK)
+    requests = [make_request(0, 0.0, (1,), output=1_000), make_request(1, 1.0, (2, 3))]
+    _, second = sorted(fleet.run(requests, lambda r: RoutePlan(0, 0, 0.1)), key=lambda o: o.request.number)
+    assert second.ttft_s == pytest.approx(0.250 * 1.5 + 0.010, abs=0.001)
