@@ -60,6 +60,16 @@ def test_paged_room_is_used_best_without_copies(model: Path):
     assert facts["longest_contiguous_tokens"] < facts["free_tokens"]
 
 
+def test_raw_loses_nothing_and_no_codec_drifts(model: Path):
+    raw, *lossy = facts_of("codecs", model)["rows"]
+    assert (raw["codec"], raw["kv_error"], raw["logit_error_mean"]) == ("raw", 0.0, 0.0)
+    assert [row["codec"] for row in lossy] == ["fp8", "int8"]
+    for row in lossy:
+        assert 0 < row["kv_error"] < 0.1
+        assert row["bytes_ratio"] < 0.6
+    assert not any(row["drifts"] for row in (raw, *lossy))
+
+
 def test_a_common_beginning_is_computed_once(model: Path):
     facts = facts_of("sharing", model)
     assert facts["computed_alone"] == facts["prompt_tokens"]
