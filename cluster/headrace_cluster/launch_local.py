@@ -35,6 +35,7 @@ from headrace_cluster.local_instance import (
     read_state,
     remove_files_of,
 )
+from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
 
 # The supervisor has its own bound for each part it starts (`supervisor.py`); this is above their sum.
 START_TIMEOUT_S = 900.0
@@ -122,6 +123,7 @@ def _spawn_supervisor(state_dir: Path, instance_id: str) -> "subprocess.Popen[by
         # Serve replaces a proxy after three failed checks. At its own ten seconds apiece the front door of a system
         # on one machine would be shut for half a minute; a check costs a call of 1 ms.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+        CALLBACK_VARIABLE: CALLBACK,
     }
     with open(state_dir / LOG_FILE, "wb") as log:
         return subprocess.Popen(

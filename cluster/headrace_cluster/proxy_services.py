@@ -4,8 +4,9 @@ that do not decode are refused as such (`wire/refuse_undecodable.py`).
 Runs inside Serve's proxy processes, by way of `grpc_servicer_functions`. Serve 2.60 passes a client's leaving on to the
 replica only when it comes while the proxy waits for the replica's next message. When it comes while the proxy waits for
 the network to take a message, Serve's nested generators are dropped as they are, and the worker generates for nobody
-until the end. Here the next message is always waited for, also while one is written. A stream also names this
-proxy's presence, so that it ends when the proxy dies; and Serve's code for a gateway that died is put right.
+until the end. Here the next message is always waited for, also while one is written. A stream also names this proxy's
+presence, so that it ends when the proxy dies. A stream whose gateway died before it said anything is asked for once
+more, and Serve's code for a gateway that died is put right.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from headrace.wire.refuse_undecodable import refuse_undecodable, refusing
 from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
 from headrace.wire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from headrace_cluster.caller_presence import CALLER_KEY, Presence
+from headrace_cluster.proxy_http import CALL_ATTEMPTS
 
 Handler = Callable[[Any, Any], Any]
 HandlerFactory = Callable[..., Handler]
@@ -97,13 +99,22 @@ def _guarded(factory: HandlerFactory, presence: Presence) -> HandlerFactory:
 
 def unavailable_when_died(handler: Handler) -> Handler:
     """The same handler of Serve's, but a gateway that died under a call is UNAVAILABLE, which a client tries again, and
-    not INTERNAL, which it does not. Serve keeps of the failure its text alone."""
+    not INTERNAL, which it does not. Serve keeps of the failure its text alone. A stream of which nothing has come goes
+    to another gateway, or to the one that takes the dead one's place: no client has heard of it, and no worker."""
     if inspect.isasyncgenfunction(handler):
 
         async def stream(request: Any, context: Any) -> AsyncGenerator[Any, None]:
-            async with aclosing(handler(request, context)) as messages:
-                async for message in messages:
-                    yield message
+            for attempts_left in reversed(range(CALL_ATTEMPTS)):
+                begun = False
+                async with aclosing(handler(request, context)) as messages:
+                    async for message in messages:
+                        begun = True
+                        yield message
+                if not _died(context) or begun or not attempts_left:
+                    break
+                # As a call that has not ended: Serve leaves alone what is set already.
+                context.set_code(0)
+                context.set_details("")
             _correct_code(context)
 
         return stream
@@ -116,11 +127,14 @@ def unavailable_when_died(handler: Handler) -> Handler:
     return answer
 
 
-def _correct_code(context: Any) -> None:
+def _died(context: Any) -> bool:
     details = context.details() or ""
-    if context.code() in INTERNAL and (details if isinstance(details, str) else details.decode()).startswith(
-        GATEWAY_DIED
-    ):
+    text = details if isinstance(details, str) else details.decode()
+    return context.code() in INTERNAL and text.startswith(GATEWAY_DIED)
+
+
+def _correct_code(context: Any) -> None:
+    if _died(context):
         context.set_code(grpc.StatusCode.UNAVAILABLE)
         context.set_details("the gateway died while it served this call; another one takes its place")
 

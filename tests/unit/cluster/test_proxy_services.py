@@ -132,6 +132,29 @@ async def test_a_gateway_that_died_under_a_call_is_unavailable_and_other_failure
     assert await code_after(grpc.StatusCode.NOT_FOUND, died) is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.parametrize(("says", "attempts"), [(0, 2), (1, 1)], ids=["nothing yet", "something"])
+async def test_a_stream_of_which_nothing_came_when_its_gateway_died_is_asked_for_once_more(says: int, attempts: int):
+    """Fails when a request that was not started fails, or one that was is started twice."""
+    context, asked = Ended(0, ""), []
+
+    async def stream(request: object, context: Ended) -> AsyncGenerator[bytes, None]:
+        asked.append(request)
+        if len(asked) == 1:
+            for _ in range(says):
+                yield b"accepted"
+            context.set_code(grpc.StatusCode.INTERNAL)
+            context.set_details(str(ActorDiedError()))
+            return
+        assert not context.code()
+        assert not context.details()
+        yield b"done"
+
+    messages = [message async for message in unavailable_when_died(stream)("request", context)]
+    assert len(asked) == attempts
+    assert messages == ([b"accepted"] if says else [b"done"])
+    assert context.code() == (grpc.StatusCode.UNAVAILABLE if says else 0)
+
+
 async def test_a_stream_names_the_proxy_that_must_live_for_it_and_a_client_cannot():
     """Fails when a gateway is not told whom it works for, or connects to where a client says."""
 
