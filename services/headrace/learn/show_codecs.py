@@ -72,8 +72,8 @@ def show_codecs(config: Config, *, report: Report) -> Lesson:
         },
         conclusion=(
             f"Stored and loaded {REPEATS} times over, the bytes of {drifted} of them changed again: the loss is taken "
-            "once. Raw loses nothing; the others are a choice between memory and nearness, and a namespace of their own "
-            "keeps their blocks apart."
+            "once. Raw loses nothing; the others trade nearness for memory, and a namespace of their own keeps their "
+            "blocks apart."
         ),
     )
 
