@@ -4,10 +4,12 @@ import asyncio
 from dataclasses import replace
 
 from headrace.config import Config
+from headrace.core.generation import SamplingParams
 from headrace.learn.lesson import Lesson, Report, fitting, load_for_lesson, text_tokens
-from headrace.learn.run_requests import run_requests
+from headrace.verify.run_requests import run_requests
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64, 24
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 BATCHES = (1, 2, 4, 8)
 
 
@@ -23,8 +25,8 @@ def show_batching(config: Config, *, report: Report) -> Lesson:
     for batch in BATCHES:
         report(f"{REQUESTS} requests, at most {batch} decoded together")
         settings = replace(config.engine, batch_sequences_max=batch)
-        ran = asyncio.run(run_requests(model, settings, prompts, max_tokens=OUTPUT_TOKENS, reuse=False))
-        answers.append(ran.output_tokens)
+        ran = asyncio.run(run_requests(model, settings, prompts, sampling=GREEDY, reuse=False))
+        answers.append([answer.token_ids for answer in ran.answers])
         kv_bytes = batch * -(-(length + OUTPUT_TOKENS) // model.kv.layout.block_tokens) * block_bytes
         rows.append((batch, REQUESTS * OUTPUT_TOKENS / ran.seconds, ran.seconds, kv_bytes))
     equal = all(answer == answers[0] for answer in answers)

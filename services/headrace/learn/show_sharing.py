@@ -3,10 +3,12 @@
 import asyncio
 
 from headrace.config import Config
+from headrace.core.generation import SamplingParams
 from headrace.learn.lesson import Lesson, Report, fitting, load_for_lesson, text_tokens
-from headrace.learn.run_requests import Ran, run_requests
+from headrace.verify.run_requests import Ran, run_requests
 
 REQUESTS, SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 8, 512, 24, 8
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
 
 def show_sharing(config: Config, *, report: Report) -> Lesson:
@@ -21,17 +23,13 @@ def show_sharing(config: Config, *, report: Report) -> Lesson:
 
     async def both() -> tuple[Ran, Ran]:
         report(f"{REQUESTS} requests of {length} tokens, each on its own")
-        apart = await run_requests(
-            model, config.engine, prompts, max_tokens=OUTPUT_TOKENS, reuse=False, one_by_one=True
-        )
+        apart = await run_requests(model, config.engine, prompts, sampling=GREEDY, reuse=False, one_by_one=True)
         report("the same with sharing")
-        shared = await run_requests(
-            model, config.engine, prompts, max_tokens=OUTPUT_TOKENS, reuse=True, one_by_one=True
-        )
+        shared = await run_requests(model, config.engine, prompts, sampling=GREEDY, reuse=True, one_by_one=True)
         return apart, shared
 
     apart, together = asyncio.run(both())
-    equal = apart.output_tokens == together.output_tokens
+    equal = [answer.token_ids for answer in apart.answers] == [answer.token_ids for answer in together.answers]
     return Lesson(
         tables=(
             (

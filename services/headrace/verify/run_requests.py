@@ -1,0 +1,96 @@
+"""Requests on an engine of their own, without stores: what each was answered, and what the engine did for all of them.
+
+The engine is made over a loaded model's pool, so nothing else may use the model meanwhile.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from headrace.config import EngineSettings
+from headrace.core.block import hash_prompt
+from headrace.core.clock import Deadline, SystemClock
+from headrace.core.generation import SamplingParams, TokenDelta
+from headrace.engine.engine import Engine, FilledBlock, RunFinished
+from headrace.engine.load_model import LoadedModel
+
+RUN_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request's tokens, with the log-probabilities that it asked for, and how much of its prompt was reused."""
+
+    deltas: tuple[TokenDelta, ...]
+    cached_tokens: int
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was generated."""
+        return tuple(delta.token_id for delta in self.deltas)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a set of requests came to."""
+
+    answers: tuple[Answer, ...]  # in the order of the prompts
+    seconds: float
+    num_preemptions: int
+    num_shared_blocks: int  # taken from another run of the same moment instead of being computed
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(answer.cached_tokens for answer in self.answers)
+
+
+async def run_requests(
+    model: LoadedModel,
+    settings: EngineSettings,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: SamplingParams,
+    reuse: bool,
+    one_by_one: bool = False,
+) -> Ran:
+    """Run prompts on a fresh engine, together or each after the one before. reuse: of blocks in the engine's pool."""
+    clock = SystemClock()
+    engine = Engine(model, settings, clock=clock)
+    engine.start()
+    deadline = Deadline.after(RUN_TIMEOUT_S, clock)
+    started_s = time.perf_counter()
+    try:
+        runs = [_run(engine, prompt, sampling=sampling, reuse=reuse, deadline=deadline) for prompt in prompts]
+        answers = [await run for run in runs] if one_by_one else await asyncio.gather(*runs)
+        seconds = time.perf_counter() - started_s
+    finally:
+        await engine.stop()
+    engine.pool.check_integrity()
+    return Ran(tuple(answers), seconds, engine.steps.num_preemptions, engine.steps.num_shared_blocks)
+
+
+async def _run(
+    engine: Engine, token_ids: Sequence[int], *, sampling: SamplingParams, reuse: bool, deadline: Deadline
+) -> Answer:
+    namespace, block_tokens = engine.model.namespace, engine.model.kv.layout.block_tokens
+    prompt = hash_prompt(namespace.id, token_ids, block_tokens=block_tokens, algorithm=namespace.hash_algorithm)
+    admission = await engine.admit(
+        prompt, num_blocks=-(-len(token_ids) // block_tokens), use_device=reuse, deadline=deadline
+    )
+    cached_tokens = admission.num_device_blocks * block_tokens
+    deltas = []
+    async with aclosing(
+        engine.run(admission, cached_tokens=cached_tokens, sampling=sampling, leaves_blocks=reuse)
+    ) as events:
+        async for event in events:
+            match event:
+                case TokenDelta():
+                    deltas.append(event)
+                case FilledBlock(block_id=block_id):
+                    engine.pool.unref(block_id)
+                case RunFinished(num_reused_blocks=num_blocks):
+                    cached_tokens = num_blocks * block_tokens
+    return Answer(tuple(deltas), cached_tokens)
