@@ -163,6 +163,11 @@ class BlockPool:
             assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
             self._references[block_id] += 1
 
+    def sole_blocks(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks nobody holds but the caller: so many could be had if it gave them back."""
+        with self._lock:
+            return sum(self._references[block_id] == 1 for block_id in block_ids)
+
     def unref(self, block_id: int) -> None:
         """Give one reference back; the last one frees the block, or keeps it for reuse when it has a hash."""
         self.unref_all((block_id,))

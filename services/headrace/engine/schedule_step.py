@@ -13,9 +13,9 @@ The rules, in order:
    between accounts, shortest first with ageing); at the same turn, oldest first. A step's length is so bounded by
    `prefill_chunk_tokens + batch_sequences_max` rows.
 4. A sequence whose next block another one of the batch computes gets no rows, and takes that block when it is there.
-5. When blocks run short, the most recently admitted holder gives way and is recomputed later. The oldest sequence
-   therefore always gets on, and nothing is preempted for ever.
-5. Drafts of tokens (`speculation.py`) come last: they have what prompts left of `prefill_chunk_tokens`, and open a
+5. When blocks run short, one holder gives way and comes back later: the one that is back soonest (`choose_victim.py`),
+   never the oldest while there is another. The oldest therefore always gets on, and nothing is preempted for ever.
+6. Drafts of tokens (`speculation.py`) come last: they have what prompts left of `prefill_chunk_tokens`, and open a
    block only where enough are free that nobody gives way for it and no sequence waits for blocks.
 """
 
@@ -80,9 +80,9 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Release this sequence's blocks, then plan again."""
+    """So many blocks are missing: release those of one sequence that holds some, then plan again."""
 
-    key: int
+    num_missing: int
 
 
 def schedule_step(
@@ -110,7 +110,7 @@ def schedule_step(
             return Resume(key=sequence.key, num_blocks=needed)
     rows = _plan_rows(_batch(by_turn, joins), limits)
     if _growth(rows) > available_blocks:
-        return Preempt(key=max(sequence.key for sequence in by_turn if sequence.num_blocks > 0))
+        return Preempt(num_missing=_growth(rows) - available_blocks)
     if any(sequence.num_drafts for sequence in by_turn):
         waits_for_blocks = any(sequence.num_blocks == 0 for sequence in by_turn)
         # Whoever is here may grow by one more block before the drafts' blocks are needed anyway.

@@ -19,6 +19,7 @@ from headrace.core.errors import WorkerUnavailable
 from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, FAILED_STEPS_MAX
 from headrace.engine.admission_queue import Admission, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
+from headrace.engine.choose_victim import BlockHolder, choose_victim
 from headrace.engine.event_stream import EventStream, RunFinished
 from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
@@ -233,11 +234,8 @@ class StepLoop:
                 available_blocks=self._pool.available_blocks,
             )
             match planned:
-                case Preempt(key=key):
-                    self.num_preemptions += 1
-                    block_ids = self._runs[key].give_up_blocks()
-                    self._publish_counts()
-                    self._pool.unref_all(block_ids)
+                case Preempt(num_missing=num_missing):
+                    self._preempt(num_missing)
                 case Resume(key=key, num_blocks=num_blocks):
                     self._resume(self._runs[key], num_blocks)
                 case StepPlan() as plan if self._take_blocks(plan):
@@ -245,6 +243,18 @@ class StepLoop:
                         self._runs[key].in_batch = True
                     self._publish_counts()
                     return plan
+
+    def _preempt(self, num_missing: int) -> None:
+        """One run gives its blocks back; it computes again what it does not find by hash then."""
+        holders = [
+            BlockHolder(run.key, self._pool.sole_blocks(run.block_ids), self._times.compute_s(0, run.num_computed))
+            for run in self._runs.values()
+            if run.block_ids
+        ]
+        self.num_preemptions += 1
+        block_ids = self._runs[choose_victim(holders, num_missing=num_missing)].give_up_blocks()
+        self._publish_counts()
+        self._pool.unref_all(block_ids)
 
     def _resume(self, run: Run, num_blocks: int) -> None:
         prompt, shared_max = run.reusable

@@ -105,6 +105,10 @@ class StepTimes:
         with self._lock:
             return self._prefill.cost()
 
+    def compute_s(self, start: int, end: int) -> float:
+        """Predicted seconds to compute positions [start, end) of one sequence, chunk by chunk. In any thread."""
+        return _chunked_s(self.prefill_cost(), start, end, self._chunk_tokens)
+
     def read(self, submitted: Iterable[Run] = ()) -> WorkAhead:
         """As known now. submitted: runs that the step thread has not looked at yet."""
         with self._lock:
@@ -112,6 +116,10 @@ class StepTimes:
         queue_s = 0.0
         for start, end in (*self._running, *(run.part for run in submitted), *self._coming.values()):
             if end > start + 1:
-                chunks = -(-(end - start) // self._chunk_tokens)
-                queue_s += float(prefill.seconds(start, end)) + (chunks - 1) * prefill.base_s
+                queue_s += _chunked_s(prefill, start, end, self._chunk_tokens)
         return WorkAhead(queue_s, prefill, decode)
+
+
+def _chunked_s(prefill: PrefillCost, start: int, end: int, chunk_tokens: int) -> float:
+    chunks = -(-(end - start) // chunk_tokens)
+    return float(prefill.seconds(start, end)) + max(0, chunks - 1) * prefill.base_s

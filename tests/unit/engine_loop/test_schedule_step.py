@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.engine.choose_victim import BlockHolder, choose_victim
 from headrace.engine.schedule_step import (
     PlannedRows,
     Preempt,
@@ -78,13 +79,12 @@ def test_a_row_that_opens_a_block_is_given_one() -> None:
     assert rows == (PlannedRows(key=1, start=4, stop=5, new_blocks=1, num_logits=1),)
 
 
-def test_the_most_recently_admitted_holder_gives_way_when_blocks_run_short() -> None:
+def test_somebody_gives_way_when_blocks_run_short() -> None:
+    """Fails if a step is planned that needs more blocks than there are, or if it is not said how many are missing."""
     old = make_sequence(1, computed=4, target=5, blocks=1)
-    young = make_sequence(2, computed=2, target=3, blocks=1)
-    waiting = make_sequence(3, computed=0, target=3, in_batch=False)
-    limits = replace(LIMITS, batch_sequences_max=2)
-    assert schedule_step([old, young, waiting], limits, available_blocks=0) == Preempt(key=3)
-    assert schedule_step([old, young], limits, available_blocks=0) == Preempt(key=2)
+    young = make_sequence(2, computed=0, target=12, blocks=1)
+    assert schedule_step([old, young], LIMITS, available_blocks=1) == Preempt(num_missing=1)
+    assert schedule_step([old, young], LIMITS, available_blocks=0) == Preempt(num_missing=2)
 
 
 def test_a_preempted_sequence_resumes_when_all_its_tokens_fit_besides_the_others_growth() -> None:
@@ -188,7 +188,9 @@ def test_every_sequence_finishes_within_bounds_whatever_the_pool(
             for key, s in todo.items()
         ]
         match schedule_step(states, limits, available_blocks=available):
-            case Preempt(key=key):
+            case Preempt(num_missing=num_missing):
+                holders = [BlockHolder(key, s.blocks, float(s.computed)) for key, s in todo.items() if s.blocks]
+                key = choose_victim(holders, num_missing=num_missing)
                 assert todo[key].blocks > 0
                 todo[key].blocks, todo[key].computed, todo[key].in_batch = 0, 0, False
             case Resume(key=key, num_blocks=num_blocks):
