@@ -21,6 +21,7 @@ from headrace.engine.admission_queue import Admission, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.choose_victim import BlockHolder, choose_victim
 from headrace.engine.event_stream import EventStream, RunFinished
+from headrace.engine.fault_log import FaultLog
 from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run
@@ -62,6 +63,7 @@ class StepLoop:
         self._on_blocks_free = on_blocks_free
         self._on_ended = on_ended
         self._failed_steps = 0  # in a row
+        self._faults = FaultLog()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._step_until_stopped, name="engine steps", daemon=True)
         # The mailbox, under `_mail`. `_changed`: something happened since the step thread last looked.
@@ -209,6 +211,7 @@ class StepLoop:
             logits = self._model.runner.run_step(steps)  # [sum of num_logits, vocab] float32
         except Exception as error:  # whatever the model's code raises: its sequences are lost, the worker is not
             self._failed_steps += 1
+            self._faults.tell("a step of the engine failed", error)
             for run in runs:
                 self._fail(run, f"a step of its engine failed: {type(error).__name__}: {error}")
             return
@@ -221,6 +224,7 @@ class StepLoop:
                 self._share_blocks(run, run.computed(rows.stop))
                 self._add_token(run, next(wanted) if rows.num_logits else None)
             except Exception as error:  # as above, but only this sequence is lost
+                self._faults.tell("the engine could not take a step's result", error)
                 self._fail(run, f"its engine could not take a step's result: {type(error).__name__}: {error}")
 
     def _plan(self) -> StepPlan:

@@ -108,7 +108,10 @@ async def test_an_engine_that_fails_each_step_says_why_and_costs_few_lines_for_e
                 with pytest.raises(WorkerUnavailable):
                     await system.ask(prompts(2 * B, salt=480 + number))
         assert not worker.worker.healthy()
-    lines = [record.getMessage() for record in caplog.records]
-    assert "a step of its engine failed" in lines[0]
+    first, *after = caplog.records
+    assert "a step of the engine failed" in first.getMessage()
+    assert first.exc_info is not None
+    assert "run_step" in caplog.text.partition("attempt at worker failed")[0], "the way to the fault is not told"
+    lines = [record.getMessage() for record in after]
     assert sum(line.count("\n") + 1 for line in lines) <= 2 * 50
-    assert not any(record.exc_info for record in caplog.records[1:])
+    assert not any(record.exc_info for record in after)
