@@ -1,4 +1,4 @@
-"""One local system for all end-to-end tests: 1 prefill and 2 decode workers on a tiny model, on free ports."""
+"""One local system for all end-to-end tests: 2 gateways, 1 prefill and 2 decode workers on a tiny model."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     os.environ["OMP_NUM_THREADS"] = "1"
     state_dir = tmp_path_factory.mktemp("state")
     progress: list[str] = []
-    state = launch_local(make_config(tiny_model, state_dir), report=progress.append)
+    state = launch_local(make_config(tiny_model, state_dir, gateways=2), report=progress.append)
     client = HeadraceClient(state.grpc_target)
     yield LocalSystem(state=state, state_dir=state_dir, progress=progress, client=client)
     client.close()

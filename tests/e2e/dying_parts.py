@@ -77,6 +77,24 @@ def stream_while(
         return Streams(expected, [each.result() for each in streams])
 
 
+def http_completions(system: LocalSystem, prompts: Sequence[list[int]], *, max_tokens: int, stream: bool) -> list[str]:
+    """What became of requests over HTTP that run at once: the status, or how the connection ended."""
+    model = system.client.list_models()[0].id
+
+    def ask(prompt: list[int]) -> str:
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+        try:
+            with httpx.stream("POST", f"{system.state.http_url}/v1/completions", json=body, timeout=60) as reply:
+                lines = [line for line in reply.iter_lines() if line]
+        except httpx.HTTPError as failed:
+            return type(failed).__name__
+        assert not stream or lines[-1] == "data: [DONE]"
+        return str(reply.status_code)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(ask, prompts))
+
+
 @contextmanager
 def long_streams(system: LocalSystem, count: int = 4) -> Iterator[None]:
     """So many streams that would run for many seconds, each of which has begun; they end with the scope at last."""
@@ -112,10 +130,11 @@ def metrics_ports(system: LocalSystem) -> list[int]:
     return [worker.metrics_port for worker in system.client.status().workers]
 
 
-def kill_and_see_the_work_end(pid: int, ports: Sequence[int]) -> None:
-    """Kill whoever stands between workers and clients, and wait for the end of what the workers did for him."""
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: sequences_on(ports) == 0, within_s=4, what=f"no worker busy after {pid} was killed")
+def kill_and_see_the_work_end(pids: Sequence[int], ports: Sequence[int]) -> None:
+    """Kill all who stand between workers and clients, and wait for the end of what the workers did for them."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: sequences_on(ports) == 0, within_s=4, what=f"no worker busy after {pids} were killed")
 
 
 def pids_of(system: LocalSystem, part: str) -> list[int]:

@@ -1,13 +1,16 @@
 """Parts of the system are killed under load: nothing accepted is lost without a word, and all is well soon after."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from dying_parts import (
+    http_completions,
     kill,
     kill_and_see_the_work_end,
     long_streams,
     metrics_ports,
     pids_of,
+    sequences_on,
     stream_while,
     wait_until_idle,
     wait_until_replaced,
@@ -45,12 +48,42 @@ def test_twenty_streams_lose_one_of_two_decode_workers_and_only_what_it_had_begu
     wait_until_idle(system)
 
 
-def test_the_gateway_killed_under_load_is_back_in_seconds_and_hits_as_before(system: LocalSystem):
-    """Fails when its requests hang or end in something that no client knows to try again, the workers go on for nobody,
-    or the new gateway has to learn anew who holds what."""
+def gateway_pids(system: LocalSystem) -> set[int]:
+    return {gateway.pid for gateway in system.client.status().gateways}
+
+
+def test_one_of_two_gateways_killed_under_load_costs_what_it_had_begun_and_nothing_else(system: LocalSystem):
+    """Fails when a request of which nothing was told yet fails instead of going to the other gateway, when the other's
+    are touched, or when the new gateway has to learn anew who holds what."""
+    prompts = make_prompts(20, seed=154_000)
+    warm = [result.token_ids for result in ask_all(system, prompts)]
+    killed, kept = gateway_pids(system)
+    with ThreadPoolExecutor(1) as beside:
+        whole = beside.submit(http_completions, system, prompts[:8], max_tokens=60, stream=False)
+        streams = stream_while(system, prompts, lambda: kill(killed), max_tokens=60)
+        assert whole.result() == ["200"] * 8, "nothing of a whole answer is told before all of it"
+    streams.check_every_token()
+    assert len(streams.cut_off) < 20
+    assert all(isinstance(each.error, GatewayUnreachable) for each in streams.cut_off)
+
+    def replaced() -> bool:
+        now = gateway_pids(system)
+        return len(now) == 2 and kept in now and killed not in now
+
+    wait_until(replaced, within_s=60, what="two gateways again")
+    again = ask_all(system, prompts)
+    assert [result.token_ids for result in again] == warm
+    assert [result.usage.cached.total for result in again] == [HIT] * 20
+    wait_until_at_rest(system)
+
+
+def test_all_gateways_killed_under_load_are_back_in_seconds_and_hit_as_before(system: LocalSystem):
+    """Fails when their requests hang or end in something that no client knows to try again, the workers go on for
+    nobody, or a new gateway has to learn anew who holds what."""
     prompts = make_prompts(20, seed=151_000)
     warm = [result.token_ids for result in ask_all(system, prompts)]
-    (killed,) = pids_of(system, "ServeReplica:headrace:Gateway")
+    killed = gateway_pids(system)
+    assert len(killed) == 2
     ports = metrics_ports(system)
     with long_streams(system):
         streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=60)
@@ -60,7 +93,7 @@ def test_the_gateway_killed_under_load_is_back_in_seconds_and_hits_as_before(sys
     again = ask_all(system, prompts)
     assert [result.token_ids for result in again] == warm
     assert [result.usage.cached.total for result in again] == [HIT] * 20
-    assert killed not in pids_of(system, "ServeReplica:headrace:Gateway")
+    assert not killed & gateway_pids(system)
     wait_until_at_rest(system)
 
 
@@ -88,8 +121,11 @@ def test_the_proxy_killed_under_load_is_back_soon_and_nothing_runs_on_behind_it(
     expected = cold_ids(system, prompts[:1])
     (killed,) = pids_of(system, "ProxyActor")
     ports = metrics_ports(system)
-    with long_streams(system):
-        streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=60)
+    with long_streams(system), ThreadPoolExecutor(1) as beside:
+        over_http = beside.submit(http_completions, system, prompts[:2], max_tokens=1_900, stream=True)
+        wait_until(lambda: sequences_on(ports) == 6, within_s=20, what="streams over gRPC and over HTTP")
+        streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end([killed], ports), max_tokens=60)
+        assert over_http.result() == ["RemoteProtocolError"] * 2, "an HTTP stream that was cut off does not look whole"
     streams.check_every_token()
     assert all(isinstance(each.error, GatewayUnreachable) for each in streams.cut_off)
     began_s = time.monotonic()

@@ -151,13 +151,27 @@ def test_the_only_node_cannot_be_drained(system: LocalSystem, stored: Stored):
     assert on_node(system, stored) == FIVE
 
 
+def test_whichever_gateway_is_asked_explains_what_either_of_them_served(system: LocalSystem):
+    """Fails when only the gateway that served a request knows of it: each question goes to one or the other."""
+    prompts = [make_token_ids(LENGTH, seed=165_000 + number) for number in range(6)]
+    results = [ask(system, prompt) for prompt in prompts]
+    for result in results * 2:
+        told = system.client.explain_route(result.request_id)
+        assert (told.request_id, told.outcome.decode_worker) == (result.request_id, result.decode_worker)
+        assert system.client.why_miss(request_id=result.request_id).prompt_tokens == LENGTH
+    finished = 'headrace_client_requests_total{outcome="finished"}'
+    served = {process for (process, series), count in scrape(system).items() if series == finished and count > 0}
+    assert served == {gateway.gateway_id for gateway in system.client.status().gateways}, "void: one served all"
+
+
 def scrape(system: LocalSystem) -> dict[tuple[str, str], float]:
     """Every sample of every process: (process, series) -> value. Gauges are none below 0, or this fails."""
     status = system.client.status()
     ports = {worker.worker_id: worker.metrics_port for worker in status.workers}
     ports |= {node.node_id: node.metrics_port for node in status.store_nodes}
+    ports |= {gateway.gateway_id: gateway.metrics_port for gateway in status.gateways}
+    assert len(status.gateways) == 2
     urls = {name: f"http://127.0.0.1:{port}/metrics" for name, port in ports.items()}
-    urls["gateway"] = f"{system.state.http_url}/metrics"
     samples: dict[tuple[str, str], float] = {}
     for process, url in urls.items():
         for line in httpx.get(url, timeout=10).text.splitlines():
