@@ -24,6 +24,7 @@ from headrace.core.block import (
 )
 from headrace.core.clock import Clock, Deadline
 from headrace.core.generation import EvictReport, EvictSelector, FinishReason, SamplingParams, TokenDelta
+from headrace.core.key_window import EVERYTHING
 from headrace.core.learned_costs import PRIOR_PREFILL
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
 from headrace.engine.block_pool import BlockPool, Selection, Short
@@ -104,6 +105,7 @@ class SimulatedEngine:
     def __init__(self, *, num_blocks: int, clock: Clock, rng: random.Random) -> None:
         self.model = SimpleNamespace(name="simulated", path=Path("simulated"), namespace=NAMESPACE)
         self.context_tokens_max = 10_000
+        self.window = EVERYTHING
         self.kv = SimulatedKV(num_blocks)
         self.pool = BlockPool(num_blocks, clock=clock, on_freed=self._on_freed)
         self.computed_tokens = 0

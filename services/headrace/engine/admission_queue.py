@@ -14,6 +14,7 @@ from enum import Enum
 from headrace.core.block import HashedPrompt
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded
+from headrace.core.key_window import EVERYTHING, KeyWindow
 from headrace.core.limits import (
     RETRY_AFTER_MS_MAX,
     WORKER_RETRY_AFTER_MS,
@@ -35,13 +36,15 @@ class AdmissionState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """A prompt with blocks to compute it in. `block_ids` is the block table, and is the engine's once a run started.
+    """A prompt with blocks to compute it in. `block_ids` is the block table, from block `first_block` of the sequence
+    on: what is before, the model's window has passed. It is the engine's once a run started.
 
-    Blocks [0, num_device_blocks) were found in the pool by hash and hold the prompt's KV already.
+    Blocks [0, num_device_blocks) were found in the pool by hash, and hold the prompt's KV already, where it is needed.
     """
 
     prompt: HashedPrompt
     block_ids: list[int]
+    first_block: int
     num_device_blocks: int
     use_device: bool
     num_valid_blocks: int  # leading blocks that hold the prompt's KV and may be shared: not to be written any more
@@ -77,13 +80,16 @@ class AdmissionQueue:
         may_grant: Callable[[], bool],
         turns: Turns,
         queue_s: Callable[[], float] = lambda: 0.0,
+        window: KeyWindow = EVERYTHING,
     ) -> None:
         """may_grant: whether blocks may be given to new prompts now (not while a preempted sequence waits for them).
-        queue_s: predicted seconds of the work that is here, for what refused callers are told."""
+        queue_s: predicted seconds of the work that is here, for what refused callers are told.
+        window: what the model reads of a sequence: nobody gets more blocks than it can need at once."""
         self._pool = pool
         self._may_grant = may_grant
         self._turns = turns
         self._queue_s = queue_s
+        self._window = window
         self._waiters: list[_Waiter] = []  # in order of arrival
         self._num_admitted = 0
 
@@ -163,6 +169,7 @@ class AdmissionQueue:
             prompt=prompt,
             shared_max=shared_max if waiter.use_device else 0,
             ttl_s=waiter.ttl_s,
+            window=self._window,
         )
         if isinstance(taken, Short):
             return None
@@ -172,6 +179,7 @@ class AdmissionQueue:
         return Admission(
             prompt=prompt,
             block_ids=list(taken.block_ids),
+            first_block=taken.first_block,
             num_device_blocks=taken.num_shared,
             use_device=waiter.use_device,
             num_valid_blocks=taken.num_shared,
@@ -228,7 +236,8 @@ class AdmissionQueue:
             self._pool.unref_all(admission.block_ids)
 
     def _refuse_oversized(self, prompt: HashedPrompt, num_blocks: int) -> None:
-        needed, block_tokens, total = max(num_blocks, len(prompt.chain)), prompt.block_tokens, self._pool.num_blocks
+        needed = self._window.held_blocks(max(num_blocks, len(prompt.chain)))
+        block_tokens, total = prompt.block_tokens, self._pool.num_blocks
         if needed > total:
             raise InvalidRequest(
                 f"a prompt of {len(prompt.token_ids)} tokens asks for {needed} KV blocks of {block_tokens} tokens "

@@ -19,66 +19,12 @@ order, and must neither block nor call the pool.
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from headrace.core.block import BlockHash, Chain, HashedPrompt, NamespaceId, root_hash
+from headrace.core.block import BlockHash, HashedPrompt, root_hash
 from headrace.core.clock import Clock, SystemClock
+from headrace.core.key_window import EVERYTHING, KeyWindow
 from headrace.engine.pool_block import HashedBlock, PoolBlock
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Blocks the caller now holds one reference to each; the first `num_shared` already hold the prompt's KV."""
-
-    block_ids: tuple[int, ...]
-    num_shared: int
-
-
-@dataclass(frozen=True, slots=True)
-class Short:
-    """Nothing was taken: `needed` blocks were wanted beyond those found by hash, `available` could be had."""
-
-    needed: int
-    available: int
-
-
-@dataclass(frozen=True, slots=True)
-class HashesChanged:
-    """What became findable or stopped being so; exactly one of the two is not empty."""
-
-    stored: Chain = ()
-    removed: Chain = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which hashed blocks an eviction means: `roots` and below (None: all), unused for `idle_for_s` (None: any)."""
-
-    namespace: NamespaceId | None = None  # with those narrowed from it
-    roots: frozenset[BlockHash] | None = None
-    prefix_token_ids: tuple[int, ...] = ()  # the last full block of this prefix is the root, in every namespace
-    idle_for_s: float | None = None
-    created_before_unix_ms: int | None = None
-    blocks_max: int | None = None  # evict at most so many, longest unused first
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """What an eviction freed, and how many blocks were selected but kept (held, or parents of a block that stays)."""
-
-    num_blocks: int
-    num_kept: int
-    block_hashes: Chain = field(default=(), compare=False)  # the freed ones
-
-
-@dataclass(slots=True)
-class PoolCounters:
-    """What happened since the pool was made; only ever rising, in blocks but for `lookups`."""
-
-    lookups: int = 0
-    lookups_blocks: int = 0  # asked for by hash, by new prompts that may use the pool
-    hits_blocks: int = 0
-    evicted_blocks: int = 0  # hashed blocks that stopped being findable
+from headrace.engine.pool_values import Evicted, HashesChanged, PoolCounters, Selection, Short, Taken
 
 
 class BlockPool:
@@ -120,18 +66,28 @@ class BlockPool:
             return len(self._kept)
 
     def take(
-        self, num_blocks: int, *, prompt: HashedPrompt | None = None, shared_max: int = 0, ttl_s: float = math.inf
+        self,
+        num_blocks: int,
+        *,
+        prompt: HashedPrompt | None = None,
+        shared_max: int = 0,
+        ttl_s: float = math.inf,
+        window: KeyWindow = EVERYTHING,
     ) -> Taken | Short:
         """Take `num_blocks` blocks, the leading ones by hash as far as `prompt`'s chain is resident.
 
         At most `shared_max` blocks come by hash; they are kept for at least `ttl_s` after this use. The rest are fresh:
         their bytes are undefined, and blocks kept for reuse are evicted for them, only as many as are missing. All or
-        nothing.
+        nothing. With a window, what it does not need of the resident prefix is not taken, and of the blocks behind
+        only as many as a sequence may hold at once.
         """
         assert num_blocks >= 0
         with self._lock:
             shared = [] if prompt is None else self._resident_prefix(prompt, min(shared_max, num_blocks))
-            needed = num_blocks - len(shared)
+            num_shared = len(shared)
+            first_block = window.first_of_prefix(num_shared)
+            shared = shared[first_block:]
+            needed = window.held_blocks(num_blocks - first_block) - len(shared)
             available = len(self._free) + len(self._kept) - sum(block_id in self._kept for block_id in shared)
             if needed > available:
                 return Short(needed=needed, available=available)
@@ -143,7 +99,7 @@ class BlockPool:
             for block_id in fresh:
                 assert self._references[block_id] == 0
                 self._references[block_id] = 1
-            return Taken(block_ids=(*shared, *fresh), num_shared=len(shared))
+            return Taken(block_ids=(*shared, *fresh), num_shared=num_shared, first_block=first_block)
 
     def take_next(self, prompt: HashedPrompt, wanted: range, *, ttl_s: float) -> tuple[int, ...]:
         """Take blocks [wanted.start, ...) of the chain by hash, as far as they are there: one reference each. The
@@ -191,20 +147,23 @@ class BlockPool:
         if num_given_back:
             self._on_freed()
 
-    def hash_blocks(self, prompt: HashedPrompt, block_ids: Sequence[int], *, ttl_s: float = math.inf) -> None:
-        """Make the leading blocks of a sequence findable: block_ids[i] holds the verified KV of `prompt`'s block i.
+    def hash_blocks(
+        self, prompt: HashedPrompt, block_ids: Sequence[int], *, first_block: int = 0, ttl_s: float = math.inf
+    ) -> None:
+        """Make blocks of a sequence findable: block_ids[i] holds the verified KV of `prompt`'s block first_block + i.
         They are kept for at least `ttl_s` after this use.
 
         The caller holds a reference to each and never writes to them again. A hash that is resident already keeps the
         block it has; the caller's copy then stays its own and is freed with it. All ancestors are passed each time,
-        since one that somebody else held may have been evicted since.
+        since one that somebody else held may have been evicted since; those that a window has passed are not, and where
+        the last of them is not findable, nothing behind it becomes so.
         """
-        assert len(block_ids) <= len(prompt.chain)
+        assert first_block + len(block_ids) <= len(prompt.chain)
         stored = []
         with self._lock:
             now_s = self._clock.now_s()
-            for index, block_id in enumerate(block_ids):
-                block_hash = prompt.chain[index]
+            for index, block_id in enumerate(block_ids, start=first_block):
+                block_hash, parent_hash = prompt.chain[index], prompt.parent_of(index)
                 assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
                 resident = self._hash_to_block.get(block_hash)
                 if resident == block_id:
@@ -215,7 +174,8 @@ class BlockPool:
                     continue
                 if block_id in self._private:
                     break  # nor can what stands on it be found
-                parent_hash = prompt.parent_of(index)
+                if index == first_block > 0 and parent_hash not in self._hash_to_block:
+                    break
                 assert index == 0 or parent_hash in self._hash_to_block
                 self._hash_to_block[block_hash] = block_id
                 self._children.setdefault(parent_hash, set()).add(block_hash)

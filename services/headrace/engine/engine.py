@@ -8,7 +8,7 @@ It knows nothing of stores, of the index or of where loaded bytes came from.
 """
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from tokenizers import Tokenizer
 
@@ -39,8 +39,11 @@ class Engine:
         self.kv = model.kv
         self.pool = BlockPool(model.kv.num_blocks, clock=clock, on_freed=self._on_freed)
         self._block_tokens = model.kv.layout.block_tokens
+        self.window = model.window
         # A sequence can be as long as the model and the whole pool allow.
-        self.context_tokens_max = min(model.context_tokens_max, self.pool.num_blocks * self._block_tokens)
+        self.context_tokens_max = model.context_tokens_max
+        if self.window.held_blocks(-(-model.context_tokens_max // self._block_tokens)) > self.pool.num_blocks:
+            self.context_tokens_max = min(model.context_tokens_max, self.pool.num_blocks * self._block_tokens)
         self._run_limits = RunLimits(self.context_tokens_max, model.eos_token_ids)
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
         self._times = StepTimes(chunk_tokens=settings.prefill_chunk_tokens)
@@ -50,6 +53,7 @@ class Engine:
             may_grant=lambda: self.steps.may_admit,
             turns=self._turns,
             queue_s=lambda: self._times.read().queue_s,
+            window=self.window,
         )
         self.steps = StepLoop(
             model,
@@ -58,6 +62,7 @@ class Engine:
                 prefill_chunk_tokens=settings.prefill_chunk_tokens,
                 batch_sequences_max=settings.batch_sequences_max,
                 block_tokens=self._block_tokens,
+                window=self.window,
             ),
             turns=self._turns,
             times=self._times,
@@ -118,11 +123,24 @@ class Engine:
         if self.steps.cancel(admission):
             self.pool.unref_all(admission.block_ids)
 
+    def move_table(self, admission: Admission, block_ids: Sequence[int], *, first_block: int) -> None:
+        """Another prefix has been loaded into some of the admission's blocks: its table is these from now on. The
+        others are given back."""
+        assert admission.state is AdmissionState.HELD
+        dropped = [block_id for block_id in admission.block_ids if block_id not in block_ids]
+        assert len(dropped) + len(block_ids) == len(admission.block_ids)
+        admission.block_ids[:] = block_ids
+        admission.first_block = first_block
+        self.pool.unref_all(dropped)
+
     def mark_loaded(self, admission: Admission, num_blocks: int) -> None:
-        """Blocks [0, num_blocks) hold verified bytes now: share them by hash. They are not to be written any more."""
+        """Blocks [0, num_blocks) hold verified bytes now, as far as they are needed: share them by hash. They are not
+        to be written any more."""
         assert admission.state is AdmissionState.HELD
         assert num_blocks <= len(admission.prompt.chain)
-        self.pool.hash_blocks(admission.prompt, admission.block_ids[:num_blocks], ttl_s=admission.ttl_s)
+        first_block = admission.first_block
+        valid = admission.block_ids[: num_blocks - first_block]
+        self.pool.hash_blocks(admission.prompt, valid, first_block=first_block, ttl_s=admission.ttl_s)
         admission.num_valid_blocks = max(admission.num_valid_blocks, num_blocks)
         self._times.loaded(admission)
 
@@ -205,8 +223,11 @@ class Engine:
         if admission.num_valid_blocks <= num_kept:
             return cached_tokens
         admission.use_device = False  # nor may they come back by hash: the caller counts them as computed
-        dropped = admission.block_ids[num_kept:]
-        del admission.block_ids[num_kept:]
+        if admission.first_block > self.window.first_of_prefix(num_kept):
+            num_kept = admission.first_block = 0  # what is left lacks the beginning of its window
+        first_dropped = max(0, num_kept - admission.first_block)
+        dropped = admission.block_ids[first_dropped:]
+        del admission.block_ids[first_dropped:]
         self.pool.unref_all(dropped)
         return num_kept * self._block_tokens
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from headrace.config import DEFAULT_MODEL, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.errors import ConfigInvalid, ModelRefused
+from headrace.core.key_window import KeyWindow, model_window
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.compare_forward import compare_forward
@@ -36,7 +37,7 @@ from headrace.engine.model_runner import ModelRunner
 from headrace.engine.numerics_probe import ROW_MULTIPLES, find_row_multiple, probe_numerics, probe_runner
 from headrace.engine.packed_linear import pack_linears
 from headrace.engine.paged_kv import TORCH_DTYPES, PagedKV
-from headrace.engine.probe_shapes import probe_shapes
+from headrace.engine.probe_shapes import probe_shapes, windows_line
 
 TORCH_THREADS_MAX = 4  # what `torch_threads: 0` means at most; more workers on a host serve it better than more threads
 CODE_FILES = ("attention", "compare_forward", "model_runner", "numerics_probe", "packed_linear", "paged_kv")
@@ -55,6 +56,7 @@ class LoadedModel:
     namespace: Namespace
     context_tokens_max: int
     eos_token_ids: frozenset[int]
+    window: KeyWindow  # what is read of a sequence's earlier KV
     exact: bool  # whether reuse changes no bit
 
 
@@ -83,6 +85,9 @@ def load_model(
     model = _read_weights(name, path, settings)
     shapes = probe_shapes(model)
     layout = _kv_layout(name, model, shapes, engine.block_tokens)
+    window = model_window(shapes.windows.values(), block_tokens=engine.block_tokens)
+    if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max)) is not None:
+        report(f"{name}: {windowed}")
     if model.device.type == "cpu":
         pack_linears(model)
     numerics = _check_numerics(
@@ -122,6 +127,7 @@ def load_model(
         ),
         context_tokens_max=context_tokens_max,
         eos_token_ids=_eos_token_ids(path, config),
+        window=window,
         exact=exact,
     )
 

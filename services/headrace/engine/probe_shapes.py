@@ -1,11 +1,15 @@
 """What K and V each layer really makes, found by running the model once.
 
-This file owns that one forward pass. Configurations name these shapes in many ways and not always rightly.
+This file owns that one forward pass, and what people are told of the windows that it found. Configurations name these
+shapes in many ways and not always rightly.
 """
+
+from collections.abc import Collection
 
 import torch
 from transformers import PreTrainedModel
 
+from headrace.core.key_window import KeyWindow
 from headrace.engine.attention import ShapeProbe, attending
 
 
@@ -17,3 +21,21 @@ def probe_shapes(model: PreTrainedModel) -> ShapeProbe:
     with attending(probe):
         model(input_ids=tokens, position_ids=tokens, use_cache=False)
     return probe
+
+
+def windows_line(windows: Collection[int | None], window: KeyWindow, context_tokens_max: int) -> str | None:
+    """What a model's windows mean for its cache, for people; None when no layer has one, or none that ends."""
+    narrow = [layer for layer in windows if layer is not None and layer < context_tokens_max]
+    if not narrow:
+        return None
+    if len(narrow) < len(windows):
+        return (
+            f"{len(narrow)} of {len(windows)} layers see the last {max(narrow):,} tokens only, the others see all: "
+            "attention reads no more than each layer sees; KV of all tokens is kept, stored and loaded for every layer"
+        )
+    held_blocks = window.held_blocks(-(-context_tokens_max // window.block_tokens))
+    return (
+        f"every layer sees the last {max(narrow):,} tokens only: a sequence holds at most {held_blocks:,} blocks of "
+        f"the pool, however long it is, and a hit of any length loads at most {window.prefix_blocks:,}; the store "
+        "keeps all blocks, since other prompts may part anywhere"
+    )

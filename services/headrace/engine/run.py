@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 
 from headrace.core.block import BlockHash, HashAlgorithm, HashedPrompt, hash_block, root_hash
 from headrace.core.generation import FinishReason, SamplingParams, TokenDelta, TokenLogprob
+from headrace.core.key_window import KeyWindow
 from headrace.engine.admission_queue import Admission
+from headrace.engine.block_pool import Taken
 from headrace.engine.detokenize import TextStream, detokenize
 from headrace.engine.event_stream import EventStream, FilledBlock, RunFinished
 from headrace.engine.model_runner import SequenceStep
@@ -71,6 +73,7 @@ class Run:
             num_computed=self.num_computed,
             num_target=self.num_computed + self.num_missing,
             num_blocks=len(self.block_ids),
+            first_block=self.admission.first_block,
             in_batch=self.in_batch,
             wants_logits=samples,
             turn=self.turn,
@@ -136,9 +139,8 @@ class Run:
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
         """The next blocks are there, in these; returns those that were meant for them, for the caller to give back."""
-        first = self.num_computed // self._hashed.block_tokens
+        first = self.num_computed // self._hashed.block_tokens - self.admission.first_block
         own = self.block_ids[first : first + len(block_ids)]
-        assert len(own) == len(block_ids)
         self.block_ids[first : first + len(block_ids)] = block_ids
         self.num_computed += len(block_ids) * self._hashed.block_tokens
         return own
@@ -147,14 +149,30 @@ class Run:
         """The run holds no blocks and has computed nothing from here on; the caller gives back what is returned."""
         block_ids = list(self.block_ids)
         self.block_ids.clear()  # in place: the admission's own list says so too
+        self.admission.first_block = 0
         self.num_computed, self.in_batch = 0, False
         return block_ids
 
-    def resume(self, block_ids: list[int], *, num_shared: int) -> None:
-        """Blocks were taken again; the first `num_shared` hold their KV."""
+    def resume(self, taken: Taken) -> None:
+        """Blocks were taken again.
+
+        What a window had passed is computed again, too, where it is not found: the keys and values of the last tokens
+        come of those before them, layer by layer.
+        """
         assert not self.block_ids
-        self.block_ids.extend(block_ids)
-        self.num_computed = num_shared * self._hashed.block_tokens
+        self.block_ids.extend(taken.block_ids)
+        self.admission.first_block = taken.first_block
+        self.num_computed = taken.num_shared * self._hashed.block_tokens
+
+    def pass_window(self, window: KeyWindow) -> list[int]:
+        """Take the blocks out of the table that the model's window has passed, for the caller to give back."""
+        passed = window.first_block(self.num_computed) - self.admission.first_block
+        if passed <= 0 or not self.block_ids:
+            return []
+        block_ids = self.block_ids[:passed]
+        del self.block_ids[:passed]
+        self.admission.first_block += passed
+        return block_ids
 
     def step_of(self, rows: PlannedRows) -> SequenceStep:
         """What the model runner is asked to compute for these rows."""
@@ -163,6 +181,7 @@ class Run:
             token_ids=tuple(self._token_ids[rows.start : rows.stop]),
             start=rows.start,
             block_ids=tuple(self.block_ids),
+            first_block=self.admission.first_block,
             num_logits=rows.num_logits,
         )
 
@@ -181,10 +200,11 @@ class Run:
 
     def unreported_blocks(self) -> Iterator[FilledBlock]:
         """Blocks that became full since the last call, each once in a run's life, also when it was preempted since."""
-        for position in range(self._num_reported, self.num_computed // self._hashed.block_tokens):
+        first_block = self.admission.first_block
+        for position in range(max(self._num_reported, first_block), self.num_computed // self._hashed.block_tokens):
             yield FilledBlock(
                 position=position,
-                block_id=self.block_ids[position],
+                block_id=self.block_ids[position - first_block],
                 block_hash=self._hashed.chain[position],
                 parent_hash=self._hashed.parent_of(position),
                 token_ids=self._hashed.block_token_ids(position),

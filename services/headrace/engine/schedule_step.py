@@ -22,6 +22,8 @@ The rules, in order:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.core.key_window import EVERYTHING, KeyWindow
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
@@ -34,6 +36,7 @@ class SequenceState:
     in_batch: bool
     wants_logits: bool  # of the last target position
     turn: int = 0  # place among prompts, lower first
+    first_block: int = 0  # earlier ones were given back, since the model's window has passed them
     leader: int | None = None  # key of the sequence that computes this one's next block
     num_drafts: int = 0  # tokens behind the target that might be computed, too: of those who lack their newest only
 
@@ -48,6 +51,7 @@ class StepLimits:
     prefill_chunk_tokens: int
     batch_sequences_max: int
     block_tokens: int
+    window: KeyWindow = EVERYTHING  # of what the model reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take `num_blocks` blocks for this preempted sequence, then plan again (some may be found by hash)."""
+    """Take blocks for `num_blocks` of this preempted sequence, as many as a sequence may hold at once, then plan again
+    (some may be found by hash)."""
 
     key: int
     num_blocks: int
@@ -104,12 +109,15 @@ def schedule_step(
         if sequence.num_blocks > 0:
             joins.append(sequence)
             continue
-        needed = _blocks_for(sequence.num_target, limits)
+        needed = limits.window.held_blocks(_blocks_for(sequence.num_target, limits))
         # What the others grow by in this step is theirs: else this one would be resumed and preempted in turn for ever.
         if needed + _growth(_plan_rows(_batch(by_turn, joins), limits)) <= available_blocks:
-            return Resume(key=sequence.key, num_blocks=needed)
+            return Resume(key=sequence.key, num_blocks=_blocks_for(sequence.num_target, limits))
     rows = _plan_rows(_batch(by_turn, joins), limits)
     if _growth(rows) > available_blocks:
+        if limits.window.bounded and len(by_turn) == 1:
+            # What it lacks is what its window has passed, and what is being published yet: it is there in a moment.
+            return StepPlan(joins=(), rows=())
         return Preempt(num_missing=_growth(rows) - available_blocks)
     if any(sequence.num_drafts for sequence in by_turn):
         waits_for_blocks = any(sequence.num_blocks == 0 for sequence in by_turn)
@@ -137,7 +145,7 @@ def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[Plann
         if left == 0:
             break
         if not _lacks_newest_only(sequence):
-            num_rows = min(left, sequence.num_target - sequence.num_computed)
+            num_rows = limits.window.step_rows(min(left, sequence.num_target - sequence.num_computed))
             rows.append(_rows(sequence, num_rows, limits))
             left -= num_rows
     return rows
@@ -153,7 +161,7 @@ def _with_drafts(
     for row in rows:
         sequence = by_key[row.key]
         wanted = min(sequence.num_drafts, left) if _lacks_newest_only(sequence) and sequence.wants_logits else 0
-        blocks = sequence.num_blocks + row.new_blocks
+        blocks = sequence.first_block + sequence.num_blocks + row.new_blocks
         more_blocks = min(max(0, spare_blocks), max(0, _blocks_for(row.stop + wanted, limits) - blocks))
         num_drafts = min(wanted, (blocks + more_blocks) * limits.block_tokens - row.stop)
         spare_blocks -= more_blocks
@@ -180,7 +188,7 @@ def _rows(sequence: SequenceState, num_rows: int, limits: StepLimits) -> Planned
         key=sequence.key,
         start=sequence.num_computed,
         stop=stop,
-        new_blocks=max(0, _blocks_for(stop, limits) - sequence.num_blocks),
+        new_blocks=max(0, _blocks_for(stop, limits) - sequence.first_block - sequence.num_blocks),
         num_logits=int(sequence.wants_logits and stop == sequence.num_target),
     )
 

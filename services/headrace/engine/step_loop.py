@@ -21,7 +21,6 @@ from headrace.engine.admission_queue import Admission, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.choose_victim import BlockHolder, choose_victim
 from headrace.engine.event_stream import EventStream, RunFinished
-from headrace.engine.fault_log import FaultLog
 from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run
@@ -63,7 +62,6 @@ class StepLoop:
         self._on_blocks_free = on_blocks_free
         self._on_ended = on_ended
         self._failed_steps = 0  # in a row
-        self._faults = FaultLog()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._step_until_stopped, name="engine steps", daemon=True)
         # The mailbox, under `_mail`. `_changed`: something happened since the step thread last looked.
@@ -211,7 +209,6 @@ class StepLoop:
             logits = self._model.runner.run_step(steps)  # [sum of num_logits, vocab] float32
         except Exception as error:  # whatever the model's code raises: its sequences are lost, the worker is not
             self._failed_steps += 1
-            self._faults.tell("a step of the engine failed", error)
             for run in runs:
                 self._fail(run, f"a step of its engine failed: {type(error).__name__}: {error}")
             return
@@ -222,9 +219,9 @@ class StepLoop:
         for run, rows in zip(runs, plan.rows, strict=True):
             try:
                 self._share_blocks(run, run.computed(rows.stop))
+                self._pool.unref_all(run.pass_window(self._limits.window))
                 self._add_token(run, next(wanted) if rows.num_logits else None)
             except Exception as error:  # as above, but only this sequence is lost
-                self._faults.tell("the engine could not take a step's result", error)
                 self._fail(run, f"its engine could not take a step's result: {type(error).__name__}: {error}")
 
     def _plan(self) -> StepPlan:
@@ -262,9 +259,15 @@ class StepLoop:
 
     def _resume(self, run: Run, num_blocks: int) -> None:
         prompt, shared_max = run.reusable
-        taken = self._pool.take(num_blocks, prompt=prompt, shared_max=shared_max, ttl_s=run.admission.ttl_s)
+        taken = self._pool.take(
+            num_blocks,
+            prompt=prompt,
+            shared_max=shared_max,
+            ttl_s=run.admission.ttl_s,
+            window=self._limits.window,
+        )
         if not isinstance(taken, Short):  # another thread may have taken blocks since: then it is planned again
-            run.resume(list(taken.block_ids), num_shared=taken.num_shared)
+            run.resume(taken)
         self._publish_counts()
 
     def _take_blocks(self, plan: StepPlan) -> bool:
@@ -286,14 +289,16 @@ class StepLoop:
                 self._pool.count_late_hits(len(taken))
             self._pool.unref_all(run.take(taken))
             self._share_blocks(run, prompt if run.leaves_blocks else None)
+            self._pool.unref_all(run.pass_window(self._limits.window))
 
     def _share_blocks(self, run: Run, hashed: HashedPrompt | None) -> None:
         """Share the run's blocks that are full by hash, and report the new ones. None: there are none, or they are not
         to be shared."""
         if hashed is None:
             return
-        num_full = run.num_computed // self._limits.block_tokens
-        self._pool.hash_blocks(hashed, run.block_ids[:num_full], ttl_s=run.admission.ttl_s)
+        first_block = run.admission.first_block
+        num_full = run.num_computed // self._limits.block_tokens - first_block
+        self._pool.hash_blocks(hashed, run.block_ids[:num_full], first_block=first_block, ttl_s=run.admission.ttl_s)
         for filled in run.unreported_blocks():
             self._pool.ref(filled.block_id)
             run.stream.send(filled)

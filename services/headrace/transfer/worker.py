@@ -259,7 +259,8 @@ class Worker:
         ttl_s = request.cache.retention.ttl_s
         with ExitStack() as waiting:
             if hand_off is not None:
-                await self._await_turn(waiting, request, num_blocks, hand_off, deadline=deadline)
+                num_held = self.engine.window.held_blocks(num_blocks)
+                await self._await_turn(waiting, request, num_held, hand_off, deadline=deadline)
             admission = await self.engine.admit(
                 request.prompt,
                 num_blocks=num_blocks,
@@ -271,6 +272,8 @@ class Worker:
             )
             try:
                 num_device = min(admission.num_device_blocks, reusable_blocks)
+                if self.engine.window.bounded:
+                    reusable_blocks = num_device
                 plan = LoadPlan(
                     first_block=num_device,
                     end_block=reusable_blocks,
