@@ -27,7 +27,7 @@ from headrace.admin.terminal import (
     say,
 )
 from headrace.client import SystemStatus
-from headrace.config import load_config
+from headrace.config import STORE_CODECS, Config, load_config
 from headrace.core.errors import ConfigInvalid
 
 # What a command cannot do without, beyond the base install. Looked for before anything starts: a part that runs in a
@@ -51,6 +51,9 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "plan": ("numpy",),
     "down": (),
 }
+
+# Tokens that `verify` generates after each prompt: enough for differences to show, few enough for minutes.
+REUSE_TOKENS, CODEC_TOKENS = 200, 48
 
 
 def load_function(path: str, *, command: str, extra: str) -> Callable[..., Any]:
@@ -194,27 +197,50 @@ def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_o
 
 @click.command(short_help="Check that reuse changes nothing; measure it.")
 @setting_options("model", "engine")
-@click.option("--tokens", "generated_tokens", type=click.IntRange(min=1), default=200, help="Tokens to generate each.")
+@click.option(
+    "--tokens",
+    "generated_tokens",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Tokens to generate each. Default: 200; 48 with --codec.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False), default="headrace-verify.png", help="Where the plot goes.")
+@click.option(
+    "--codec", type=click.Choice(STORE_CODECS[1:]), default=None, help="Measure what this KV codec loses, instead."
+)
 @json_option
-def verify(*, flags: dict[str, Any], config_file: str | None, generated_tokens: int, plot: str, as_json: bool) -> None:
+def verify(
+    *,
+    flags: dict[str, Any],
+    config_file: str | None,
+    generated_tokens: int | None,
+    plot: str,
+    codec: str | None,
+    as_json: bool,
+) -> None:
     """Check on any model that reuse changes nothing, and measure what it saves.
 
     Runs the same prompts cold, from the worker's own memory, from shared memory, over gRPC and after a store node was
     killed and started again; compares token ids and the bits of the logits; measures decoding with and without KV
     cache, and memory, as the text grows. Exit code 1 when anything differs.
 
+    With --codec it measures instead what a lossy KV codec does to answers: logits, greedy tokens and perplexity on a
+    hundred prompts. The outcome is remembered and shown where the codec is chosen.
+
     \b
     Examples:
       headrace verify
       headrace verify --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 100 --json
+      headrace verify --codec int8
     """
     # Before torch is imported: several workers share the cores, and threads that spin while they wait take them away.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    config = load_config(flags, config_file=config_file)
+    if codec is not None:
+        _verify_codec(config, codec, generated_tokens or CODEC_TOKENS, as_json=as_json)
+        return
     verify_reuse = load_function("headrace.verify.verify_reuse:verify_reuse", command="verify", extra="all")
-    found = verify_reuse(
-        load_config(flags, config_file=config_file), generated_tokens=generated_tokens, plot=Path(plot), report=say
-    )
+    found = verify_reuse(config, generated_tokens=generated_tokens or REUSE_TOKENS, plot=Path(plot), report=say)
     if as_json:
         print_json(found.as_json())
     else:
@@ -224,6 +250,16 @@ def verify(*, flags: dict[str, Any], config_file: str | None, generated_tokens: 
         click.echo(found.verdict())
     if not found.equal:
         raise SystemExit(EXIT_CHECK_FAILED)
+
+
+def _verify_codec(config: Config, codec: str, generated_tokens: int, *, as_json: bool) -> None:
+    measure_codec = load_function("headrace.verify.measure_codec:measure_codec", command="verify", extra="all")
+    found = measure_codec(config, codec=codec, generated_tokens=generated_tokens, report=say)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        title, columns, rows = found.table()
+        print_table(columns, rows, title=title)
 
 
 @click.command(short_help="Show that killing parts changes no answer.")

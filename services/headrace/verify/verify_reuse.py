@@ -11,18 +11,16 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-import headrace
 from headrace.compose import Worker, join_worker, prepare_model
 from headrace.config import Config
 from headrace.core.block import CacheSource, HashAlgorithm, HashedPrompt, HolderId, hash_prompt
 from headrace.core.clock import Deadline, SystemClock
-from headrace.core.errors import InvalidRequest, ModelRefused
+from headrace.core.errors import ConfigInvalid, InvalidRequest, ModelRefused
 from headrace.core.generation import (
     AttemptId,
     CacheControl,
@@ -46,6 +44,7 @@ from headrace.verify.measure_kv_cache import COMPARED_TOKENS, measure_kv_cache
 from headrace.verify.plot_report import plot_report
 from headrace.verify.recording_runner import RecordingRunner
 from headrace.verify.report import PathRun, VerifyReport
+from headrace.verify.sample_text import code_tokens, cut
 from headrace.verify.store_process import StoreProcess
 
 Report = Callable[[str], None]
@@ -66,6 +65,12 @@ def verify_reuse(config: Config, *, generated_tokens: int, plot: Path, report: R
     Raises ModelRefused, ConfigInvalid, InvalidRequest (a context too short for any prompt). What differs is not an
     error here but in the report.
     """
+    if config.engine.store_codec != "raw":
+        raise ConfigInvalid(
+            "store_codec",
+            "reuse through a lossy codec is not bit-equal, so there is nothing to show; measure what it loses: "
+            f"headrace verify --codec {config.engine.store_codec}",
+        )
     prepare_model(config.model, report=report)
     first = _load(config, generated_tokens, report)
     bench_prompt = _tokens(first, 0, _compared_prompt_tokens(first))
@@ -110,11 +115,7 @@ def _compared_prompt_tokens(model: LoadedModel) -> int:
 
 def _tokens(model: LoadedModel, offset: int, num_tokens: int) -> list[int]:
     """Real text that is always there: the source of this library's own core, from some token on."""
-    folder = Path(headrace.__file__).parent / "core"
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
-    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return list(islice(cycle(ids), offset, offset + num_tokens))
+    return cut(code_tokens(Tokenizer.from_file(str(model.path / "tokenizer.json"))), offset, num_tokens)
 
 
 def _prompts(model: LoadedModel, generated_tokens: int) -> list[HashedPrompt]:
