@@ -1,5 +1,6 @@
 """`headrace plan`: how many workers and how much memory a workload needs. Needs no system."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,9 @@ def plan(*, asked: TraceOptions, as_json: bool, **given: Any) -> None:
       headrace plan --model config.json --requests-per-s 8 --prompt-tokens 6000 --reused 0.7 --ttft-s 1
       headrace plan --layers 32 --kv-heads 8 --head-dim 128 --query-heads 32 --parameters-b 8 --requests-per-s 4 --json
     """
-    plan_capacity, targets_class = (
+    plan_capacity, targets_class, concurrencies = (
         load_function(f"headrace.simulate.plan_capacity:{name}", command="plan", extra="store")
-        for name in ("plan_capacity", "Targets")
+        for name in ("plan_capacity", "Targets", "CONCURRENCIES")
     )
     model = _model(given)
     machine = Machine(
@@ -97,7 +98,7 @@ def plan(*, asked: TraceOptions, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(asdict(found))
         return
-    _show(found, model, targets)
+    _show(found, model, targets, concurrencies=concurrencies)
 
 
 def _model(given: dict[str, Any]) -> ModelShape:
@@ -142,7 +143,7 @@ def _costs(model: ModelShape, machine: Machine, given: dict[str, Any]) -> tuple[
     return prefill, decode
 
 
-def _show(found: Any, model: ModelShape, targets: Any) -> None:
+def _show(found: Any, model: ModelShape, targets: Any, *, concurrencies: Sequence[int]) -> None:
     kv, gib = found.kv_token_bytes, 2**30
     click.echo(
         f"KV of a token: 2 x {model.layers} layers x {model.kv_heads} kv heads x {model.head_dim} x "
@@ -151,10 +152,6 @@ def _show(found: Any, model: ModelShape, targets: Any) -> None:
     click.echo(
         f"one worker: {found.device_tokens:,} tokens in GPU memory ({found.device_blocks:,} blocks of "
         f"{found.block_tokens}), {found.host_tokens:,} in host memory"
-    )
-    click.echo(
-        f"with int8 KV: {found.int8_kv_token_bytes:,} bytes a token, {found.int8_device_tokens:,} tokens in GPU "
-        "memory; Headrace does not serve int8 KV yet"
     )
     prefill, decode = found.prefill, found.decode
     click.echo(
@@ -166,12 +163,15 @@ def _show(found: Any, model: ModelShape, targets: Any) -> None:
         f"{found.output_tokens_mean:,.0f} output tokens each\n"
     )
     print_table(
-        ["context ", "sequences that fit ", "within the ITL target ", "ITL "],
+        ["context ", "sequences that fit ", "within the ITL target ", *(f"ITL of {n} " for n in concurrencies)],
         [
-            [f"{row.context_tokens:,}", f"{row.fit:,}", f"{row.within_itl:,}", f"{row.itl_ms:.1f} ms"]
+            [
+                f"{row.context_tokens:,}", f"{row.fit:,}", f"{row.within_itl:,}",
+                *("no room" if ms is None else f"{ms:.1f} ms" for ms in row.itl_ms_at),
+            ]
             for row in found.contexts
         ],
-    )
+    )  # fmt: skip
     click.echo()
     print_table(
         ["store, tokens ", "size ", "prompt tokens found "],
@@ -189,7 +189,21 @@ def _show(found: Any, model: ModelShape, targets: Any) -> None:
         ],
     )  # fmt: skip
     click.echo(f"\nprefill : decode = {found.prefill_workers_busy:.2f} : {found.decode_workers_busy:.2f} workers' time")
-    click.echo(_verdict(found.chosen, targets))
+    click.echo(_verdict(found.chosen, targets) + "\n")
+    print_table(
+        [f"{head} " for head in "KV,bytes a token,in GPU,in host,of 8K,tokens found,workers,TTFT p90".split(",")],
+        [_codec_line(row) for row in found.codecs],
+    )
+
+
+def _codec_line(row: Any) -> list[str]:
+    cluster = row.cluster
+    return [
+        row.name, f"{row.token_bytes:,}", f"{row.device_tokens:,}", f"{row.host_tokens:,}", f"{row.sequences:,}",
+        f"{cluster.hit_rate:.1%}" if cluster else "-",
+        f"{cluster.prefill_workers} + {cluster.decode_workers}" if cluster else "-",
+        f"{cluster.ttft_s_p90:.2f} s" if cluster else "-",
+    ]  # fmt: skip
 
 
 def _verdict(chosen: Any, targets: Any) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.core.block import KvCodec, KvLayout
 from headrace.core.errors import InvalidRequest
 from headrace.core.step_costs import DecodeCost, PrefillCost
 
@@ -36,6 +37,26 @@ class ModelShape:
     def kv_token_bytes(self) -> int:
         """2 (keys and values) x layers x kv heads x head dim x bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    def coded_token_bytes(self, codec: KvCodec, *, block_tokens: int) -> float:
+        """The same as a codec keeps it, its scales counted: what `KvLayout.block_bytes` says of a block, per token.
+
+        Raises InvalidRequest where the numbers have less than two bytes: there is nothing that a codec could take off.
+        """
+        if self.kv_bytes not in _DTYPE_OF_BYTES:
+            raise InvalidRequest(f"KV of {self.kv_bytes} bytes a number has no codec", param="kv_bytes")
+        layout = KvLayout(
+            dtype=_DTYPE_OF_BYTES[self.kv_bytes],
+            num_layers=self.layers,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_tokens=block_tokens,
+            codec=codec,
+        )
+        return layout.block_bytes / block_tokens
+
+
+_DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +90,13 @@ def read_model(folder: Path, *, kv_bytes: int = 2) -> ModelShape:
     return ModelShape(layers, kv_heads, head_dim, heads, parameters, kv_bytes=kv_bytes)
 
 
-def device_kv_tokens(model: ModelShape, machine: Machine) -> int:
-    """Tokens whose KV a worker's GPU has room for. Raises InvalidRequest where the weights alone do not fit."""
+def device_kv_tokens(model: ModelShape, machine: Machine, *, token_bytes: float | None = None) -> int:
+    """Tokens whose KV a worker's GPU has room for. Raises InvalidRequest where the weights alone do not fit.
+
+    token_bytes: of KV there; None: as the model computes it.
+    """
     room = machine.device_bytes * (1 - DEVICE_OVERHEAD_SHARE) - model.parameters * model.weight_bytes
-    tokens = int(room // model.kv_token_bytes)
+    tokens = int(room // (token_bytes or model.kv_token_bytes))
     if tokens <= 0:
         raise InvalidRequest(
             f"the weights ({model.parameters * model.weight_bytes / 1e9:,.0f} GB) leave no room for KV in "

@@ -5,9 +5,10 @@ those of `model_shape.estimate_costs` are estimates, and a plan is a place to st
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from headrace.core.block import KvCodec
 from headrace.core.errors import InvalidRequest
 from headrace.core.step_costs import DecodeCost, LinkCost, PrefillCost
 from headrace.simulate.cluster_model import ClusterModel
@@ -18,12 +19,16 @@ from headrace.simulate.replay_routing import RoutingResult, replay_routing, scal
 from headrace.simulate.reuse_by_size import ReuseRow, found_share, reuse_by_size
 
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)
+CONCURRENCIES = (1, 8, 32, 128)  # sequences on one worker at the same time
 
 # The first so many requests are simulated: percentiles of fewer are noise, more only take longer.
 SIMULATED_REQUESTS_MAX = 2_000
 
-# Simulations of one plan, at most: three stores, and a few numbers of workers each.
+# Simulations of one search, at most: three stores, and a few numbers of workers each.
 SIMULATIONS_MAX = 24
+
+# Length that the effect of a codec is shown for.
+USUAL_CONTEXT_TOKENS = 8_192
 
 # Shares of the host memory that is offered to the store.
 STORE_SHARES = (0.0, 0.5, 1.0)
@@ -55,6 +60,7 @@ class ContextRow:
     fit: int
     within_itl: int
     itl_ms: float  # of as many as fit and are allowed
+    itl_ms_at: tuple[float | None, ...]  # of each of CONCURRENCIES; None where memory has no room for so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,18 @@ class ClusterRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecRow:
+    """What the same memory holds, and which workers are enough, when KV is kept in another way."""
+
+    name: str
+    token_bytes: int  # in the store and on the wire, scales counted
+    device_tokens: int
+    host_tokens: int
+    sequences: int  # of USUAL_CONTEXT_TOKENS that one worker has room for
+    cluster: ClusterRow | None  # the cheapest of what was tried; None: nothing was, or nothing meets the targets
+
+
+@dataclass(frozen=True, slots=True)
 class CapacityPlan:
     """Everything that a plan says."""
 
@@ -80,8 +98,7 @@ class CapacityPlan:
     device_blocks: int
     block_tokens: int
     host_tokens: int
-    int8_kv_token_bytes: int
-    int8_device_tokens: int
+    codecs: tuple[CodecRow, ...]  # first: as the model computes it
     prefill: PrefillCost
     decode: DecodeCost
     contexts: tuple[ContextRow, ...]
@@ -110,7 +127,6 @@ def plan_capacity(
     prefill, decode = costs or estimate_costs(model, machine)
     device_tokens = device_kv_tokens(model, machine)
     host_tokens = int(machine.host_bytes // model.kv_token_bytes)
-    int8 = replace(model, kv_bytes=1)
     cluster = ClusterModel(
         name="planned", prefill_workers=1, decode_workers=1, mixed_workers=0, prefill=prefill, decode=decode,
         network=LinkCost(machine.network_bytes_per_s, ROUND_TRIP_S), kv_token_bytes=model.kv_token_bytes,
@@ -133,8 +149,7 @@ def plan_capacity(
         device_blocks=device_tokens // trace.block_tokens,
         block_tokens=trace.block_tokens,
         host_tokens=host_tokens,
-        int8_kv_token_bytes=int8.kv_token_bytes,
-        int8_device_tokens=device_kv_tokens(int8, machine),
+        codecs=tuple(_compare_codecs(model, machine, trace, cluster, targets, chosen=chosen, report=report)),
         prefill=prefill,
         decode=decode,
         contexts=tuple(context_row(size, decode, device_tokens, targets.itl_s) for size in CONTEXTS),
@@ -155,9 +170,57 @@ def context_row(context_tokens: int, decode: DecodeCost, device_tokens: int, itl
     each_s = decode.sequence_s + decode.kv_token_s * context_tokens
     within = max(0, int((itl_s - decode.base_s) / each_s + 1e-9))
     batch = min(fit, within)
+
+    def step_ms(sequences: int) -> float:
+        return float(decode.step_seconds(sequences, sequences * context_tokens)) * 1e3
+
     return ContextRow(
-        context_tokens, fit, within, float(decode.step_seconds(batch, batch * context_tokens)) * 1e3 if batch else 0.0
-    )
+        context_tokens, fit, within, step_ms(batch) if batch else 0.0,
+        tuple(step_ms(sequences) if sequences <= fit else None for sequences in CONCURRENCIES),
+    )  # fmt: skip
+
+
+def _compare_codecs(
+    model: ModelShape,
+    machine: Machine,
+    trace: Trace,
+    cluster: ClusterModel,
+    targets: Targets,
+    *,
+    chosen: ClusterRow | None,
+    report: Callable[[str], None],
+) -> Iterator[CodecRow]:
+    """As computed, int8 in the store, int8 in the GPU as well: room in the same memory, and from the cluster that was
+    chosen the workers that can be done without."""
+    yield _codec_row("as computed", cluster, chosen)
+    if model.kv_bytes == 1:
+        return  # it is kept in eight bits already
+    host_share = 0.0
+    if chosen is not None and machine.host_bytes:
+        workers = chosen.prefill_workers + chosen.decode_workers
+        host_share = chosen.host_gib * 2**30 / workers / machine.host_bytes
+    for name, codec in (("int8 in the store", KvCodec.INT8), ("int8 in the GPU too", KvCodec.INT8_TOKEN)):
+        token_bytes = model.coded_token_bytes(codec, block_tokens=trace.block_tokens)
+        kept = replace(cluster, kv_token_bytes=round(token_bytes), host_tokens=int(machine.host_bytes // token_bytes))
+        if codec == KvCodec.INT8_TOKEN:  # the store keeps the pool's own bytes
+            read_s = cluster.decode.kv_token_s * token_bytes / model.kv_token_bytes
+            kept = replace(
+                kept,
+                device_tokens=device_kv_tokens(model, machine, token_bytes=token_bytes),
+                decode=replace(cluster.decode, kv_token_s=read_s),
+            )
+        found = None
+        if chosen is not None:
+            search = _Search(trace, kept, targets, report)
+            found = search.shrink(chosen, host_tokens=int(kept.host_tokens * host_share))
+        yield _codec_row(name, kept, found)
+
+
+def _codec_row(name: str, cluster: ClusterModel, found: ClusterRow | None) -> CodecRow:
+    return CodecRow(
+        name, cluster.kv_token_bytes, cluster.device_tokens, cluster.host_tokens,
+        cluster.device_tokens // USUAL_CONTEXT_TOKENS, found,
+    )  # fmt: skip
 
 
 def _search(
@@ -198,7 +261,16 @@ class _Search:
                 decoders += _step(decoders, row.itl_ms_p90 / (self._targets.itl_s * 1e3))
             if row.ttft_s_p90 > self._targets.ttft_s:
                 prefillers += _step(prefillers, row.ttft_s_p90 / self._targets.ttft_s)
-        # Both may have grown where one was enough.
+        self._take_away(row, host_tokens)
+
+    def shrink(self, known: ClusterRow, *, host_tokens: int) -> ClusterRow | None:
+        """The cheapest that meets the targets, from what did with other memory downwards; None: not even that."""
+        self._take_away(self._try(known.prefill_workers, known.decode_workers, host_tokens), host_tokens)
+        meeting = [row for row in self.rows if row.meets]
+        return min(meeting, key=lambda row: (row.cost, row.ttft_s_p90), default=None)
+
+    def _take_away(self, row: ClusterRow | None, host_tokens: int) -> None:
+        """Try with one worker less of each kind while the targets are met: both may have grown where one was enough."""
         while row is not None and row.meets:
             fewer = [(row.prefill_workers, row.decode_workers - 1), (row.prefill_workers - 1, row.decode_workers)]
             smaller = (self._try(*workers, host_tokens) for workers in fewer if min(workers) > 0)

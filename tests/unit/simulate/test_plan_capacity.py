@@ -100,6 +100,33 @@ def test_concurrency_is_bounded_by_room_and_by_the_target():
     row = context_row(10_000, decode, 100_000, 0.050)
     assert (row.fit, row.within_itl) == (10, 8)
     assert row.itl_ms == pytest.approx(50.0)
+    # 1 sequence takes 10 + 5 ms, 8 take 10 + 40; 32 have no room.
+    assert row.itl_ms_at == (pytest.approx(15.0), pytest.approx(50.0), None, None)
+
+
+def test_int8_counts_its_scales_and_the_store_holds_twice_as_much():
+    """65,536 bytes of numbers, and with blocks of 128 tokens 2 bytes for each of 32 x 8 x (128 / 128 + 1) scales."""
+    raw, stored, pooled = plan_at_100_gib().codecs
+    assert (raw.token_bytes, stored.token_bytes, pooled.token_bytes) == (131_072, 66_560, 66_560)
+    assert (raw.host_tokens, stored.host_tokens) == (819_200, 100 * 2**30 // 66_560)
+    assert (raw.device_tokens, stored.device_tokens) == (427_246, 427_246)
+    assert pooled.device_tokens == int(56e9 // 66_560)
+    assert pooled.sequences == pooled.device_tokens // 8_192
+
+
+def test_half_the_bytes_save_a_worker_where_room_was_what_was_short():
+    """Sequences of 6,000 tokens of which a GPU holds 71, twice as many with int8, at an ITL that no batch breaks."""
+    raw, stored, pooled = plan_at_100_gib(itl_s=10.0, output=2_000, every_s=0.25).codecs
+    assert stored.cluster.decode_workers == raw.cluster.decode_workers
+    assert pooled.cluster.decode_workers < raw.cluster.decode_workers
+    assert pooled.cluster.meets
+
+
+def plan_at_100_gib(*, itl_s: float = 0.05, output: int = 10, every_s: float = 0.4):
+    trace = make_trace(200, every_s=every_s, output=output)
+    trace = replace(trace, requests=tuple(replace(r, block_ids=()) for r in trace.requests), block_tokens=128)
+    targets = Targets(ttft_s=4.0, itl_s=itl_s)
+    return plan_capacity(EIGHT_B, H100, trace, targets, costs=RATES, report=lambda line: None)
 
 
 def test_hits_at_each_size_are_those_of_a_store_of_that_size():
@@ -145,7 +172,7 @@ def test_the_command_prints_the_same_plan_as_its_json(tmp_path):
     assert (
         f"{found['chosen']['prefill_workers']} prefill and {found['chosen']['decode_workers']} decode workers" in shown
     )
-    assert "does not serve int8 KV yet" in shown
+    assert "int8 in the store" in shown
 
 
 def test_a_model_that_is_not_given_whole_is_refused_with_what_is_missing():
