@@ -39,12 +39,17 @@ Report = Callable[[str], None]
 def prepare_model(settings: ModelSettings, *, report: Report) -> None:
     """Have the built-in model's files on this machine before workers ask for them, with progress; once per machine.
 
-    Any other model is the workers' own business. Raises ModelRefused with the remedy when the files cannot be had.
+    Any other model is loaded by the workers themselves; here one is refused that they could not serve, as far as that
+    can be told at once. Raises ModelRefused with the remedy.
     """
     if settings.model == DEFAULT_MODEL:
         from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 
         prepare_default_model(model_cache_dir(settings), report=report)
+    else:
+        from headrace.engine.check_model import check_model
+
+        check_model(settings)
 
 
 def check_tenants(settings: GatewaySettings) -> None:

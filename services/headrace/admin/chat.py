@@ -11,6 +11,7 @@ from headrace.admin.inference_commands import (
     cache_options,
     describe_result,
     print_text,
+    priority_option,
     result_json,
     salt_option,
     sampling_options,
@@ -24,6 +25,7 @@ from headrace.core.errors import HeadraceError
 @click.option("--system", default="", help="System message at the start of the conversation.")
 @click.option("--model", default="", help="Needed only when more than one is served.")
 @salt_option
+@priority_option
 @sampling_options
 @cache_options
 @address_option
@@ -80,6 +82,7 @@ class Conversation:
         sampling: Sampling,
         cache: CacheOptions,
         cache_salt: str,
+        priority: int | None,
         as_json: bool,
     ) -> None:
         """Ask the server for its models first, so that a wrong address or name is told before anybody types."""
@@ -88,7 +91,7 @@ class Conversation:
         self._client = client
         self._start = [Message("system", system)] if system else []
         self._turns = list(self._start)
-        self._sampling, self._cache, self._cache_salt = sampling, cache, cache_salt
+        self._sampling, self._cache, self._cache_salt, self._priority = sampling, cache, cache_salt, priority
         self._as_json = as_json
 
     def reset(self) -> None:
@@ -110,7 +113,12 @@ class Conversation:
 
     def _stream(self, turns: list[Message]) -> str:
         with self._client.stream(
-            turns, model=self.model, sampling=self._sampling, cache=self._cache, cache_salt=self._cache_salt
+            turns,
+            model=self.model,
+            sampling=self._sampling,
+            cache=self._cache,
+            cache_salt=self._cache_salt,
+            priority=self._priority,
         ) as stream:
             if not self._as_json:
                 print_text(stream)

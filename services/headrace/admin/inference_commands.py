@@ -22,6 +22,7 @@ from headrace.client import (
     Sampling,
     TokenDelta,
 )
+from headrace.core.limits import PRIORITY_MAX
 from headrace.core.retention import checked_ttl
 
 
@@ -118,6 +119,16 @@ def salt_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def priority_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--priority`, which a tenant may bound (docs/load.md)."""
+    return click.option(
+        "--priority",
+        type=click.IntRange(-PRIORITY_MAX, PRIORITY_MAX),
+        default=None,
+        help="Higher ones are computed first. Default: the tenant's, else 0.",
+    )(command)
+
+
 @click.command(short_help="Send one prompt and stream the answer.")
 @click.argument("text", required=False)
 @click.option("--token-ids", type=TokenIds(), default=None, help="The prompt as token ids: 1,2,3.")
@@ -125,6 +136,7 @@ def salt_option(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--system", default="", help="System message before it; implies --chat.")
 @click.option("--model", default="", help="Needed only when more than one is served.")
 @salt_option
+@priority_option
 @click.option("--timeout", "timeout_s", type=Duration(), default=None, help="Deadline: 30s, 2m. Default: the server's.")
 @sampling_options
 @cache_options

@@ -21,6 +21,7 @@ from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.errors import ConfigInvalid, ModelRefused
 from headrace.core.key_window import KeyWindow, model_window
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
+from headrace.engine.check_model import local_directory
 from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
@@ -136,11 +137,8 @@ def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:
     """The model's name and directory: the built-in one (made on first use), a local directory, or a hub download."""
     if settings.model == DEFAULT_MODEL:
         return DEFAULT_MODEL, prepare_default_model(model_cache_dir(settings), report=report)
-    local = Path(settings.model).expanduser()
-    if local.is_dir():
+    if (local := local_directory(settings.model)) is not None:
         return local.resolve().name, local
-    if settings.model.startswith((".", "/", "~")):
-        raise ModelRefused(settings.model, "there is no such directory")
     report(f"fetching {settings.model} from the hub (or its local cache)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

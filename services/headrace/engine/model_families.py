@@ -7,11 +7,12 @@ start. It knows nothing of weights.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import ModelRefused
+
+if TYPE_CHECKING:  # the families are asked for before anything heavy is imported
+    from transformers import PretrainedConfig
 
 SERVED = frozenset(
     {
@@ -81,16 +82,9 @@ REFUSED = {
 }
 
 
-def check_family(name: str, config: PretrainedConfig) -> None:
+def check_family(name: str, config: "PretrainedConfig") -> None:
     """Return when a model of this configuration may be served; raise ModelRefused with the reason otherwise."""
-    family = config.model_type
-    if family in REFUSED:
-        raise ModelRefused(name, f"architecture {family}: {REFUSED[family]}")
-    if family not in SERVED:
-        known = ", ".join(sorted(SERVED))
-        raise ModelRefused(
-            name, f"architecture {family or 'unknown'} was not shown to be right with paged KV; served: {known}"
-        )
+    check_architecture(name, config.model_type)
     for rope_type in _rope_types(config):
         if rope_type not in ROPE_TYPES_SERVED:
             raise ModelRefused(
@@ -100,7 +94,18 @@ def check_family(name: str, config: PretrainedConfig) -> None:
             )
 
 
-def _rope_types(config: PretrainedConfig) -> Iterator[str]:
+def check_architecture(name: str, family: str) -> None:
+    """As `check_family`, by the architecture's name alone (`model_type` of config.json)."""
+    if family in REFUSED:
+        raise ModelRefused(name, f"architecture {family}: {REFUSED[family]}")
+    if family not in SERVED:
+        known = ", ".join(sorted(SERVED))
+        raise ModelRefused(
+            name, f"architecture {family or 'unknown'} was not shown to be right with paged KV; served: {known}"
+        )
+
+
+def _rope_types(config: "PretrainedConfig") -> Iterator[str]:
     """Every rotary type the configuration names: one for the model, or one for each kind of layer."""
     for attribute in ("rope_parameters", "rope_scaling"):
         parameters: Any = getattr(config, attribute, None)

@@ -151,15 +151,18 @@ def test_an_eviction_counts_what_pins_kept(run, small_gateway):
     assert len(small_gateway.holder_blocks["node:here"]) == 2
 
 
-def test_a_request_says_how_long_its_blocks_may_stay_and_where(run, small_gateway):
+def test_a_request_says_how_long_its_blocks_may_stay_where_and_how_soon_it_is_served(run, small_gateway):
     """Fails when an option is lost on its way into the request, of one prompt or of a chat."""
-    options = ["--ttl", "5m", "--not-on-disk", "--affinity-key", "k", "--cache-salt", "s"]
+    options = ["--ttl", "5m", "--not-on-disk", "--affinity-key", "k", "--cache-salt", "s", "--priority", "-2"]
     assert run("generate", "x", *options).exit_code == 0
     assert run("chat", *options, input="hi\n").exit_code == 0
     for sent in small_gateway.requests[-2:]:
         cache = sent.cache
         assert (cache.ttl_s, cache.not_on_disk, cache.affinity_key, sent.cache_salt) == (300, True, "k", "s")
+        assert sent.priority == -2
     assert run("generate", "x").exit_code == 0
     cache = small_gateway.requests[-1].cache
     assert (cache.ttl_s, cache.not_on_disk, cache.affinity_key) == (0, False, "")
+    assert not small_gateway.requests[-1].HasField("priority")
     assert run("generate", "x", "--ttl", "1s").exit_code == 3
+    assert run("generate", "x", "--priority", "5").exit_code == 2
