@@ -5,8 +5,13 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import settings
 
 from headrace.index.embedded_valkey import EmbeddedValkey
+
+# How long an example takes tells what else the machine does, not whether the code is right.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 
 @pytest.fixture(scope="session")

@@ -196,7 +196,7 @@ class _Population:
             assert self._mirror.apply(0, told)
 
     def _look_up(self, request: GenerateRequest) -> PrefixMatch:
-        return self._mirror.longest_prefix(NAMESPACE.id, request.prompt.chain, now_s=0.0)
+        return self._mirror.longest_prefix(request.prompt.namespace, request.prompt.chain, now_s=0.0)
 
     def _choose(self, request: GenerateRequest, match: PrefixMatch) -> None:
         plan = choose_workers(request, Snapshot(workers=self._columns, match=match), self._rule)

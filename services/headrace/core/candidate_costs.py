@@ -5,12 +5,15 @@ soon count alike. Loading goes as `load_prefix` does it: from the arena that the
 prompt, and the rest from the store nodes that hold the longest part of it, all at the same time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 
-from headrace.core.block import CacheSource, HolderId
+from headrace.core.block import CacheSource
 from headrace.core.choose_placement import (
     INTERFERENCE,
     Copy,
@@ -21,7 +24,7 @@ from headrace.core.choose_placement import (
     gpu_price,
     score_placements,
 )
-from headrace.core.decision import PlanTerms
+from headrace.core.decision import PlanColumns
 from headrace.core.generation import GenerateRequest, WorkerId
 from headrace.core.limits import LOAD_NODES_MAX
 from headrace.core.members import NO_MATCH, PrefixMatch
@@ -57,10 +60,11 @@ class Snapshot:
         """Requests on each worker. Its own count lags by a refresh but includes other gateways' calls; ours is exact
         but includes only ours. The larger of two lower bounds; their sum would count our calls twice."""
         load = self.workers.load.copy()
-        for worker_id, count in self.in_flight.items():
-            row = self.workers.row_of.get(worker_id)
-            if row is not None:
-                load[row] = max(load[row], count)
+        if self.in_flight:
+            rows = np.fromiter(map(self.workers.row_of.get, self.in_flight, repeat(-1)), dtype=np.int64)
+            counts = np.fromiter(self.in_flight.values(), dtype=np.int64)
+            rows, counts = rows[rows >= 0], counts[rows >= 0]
+            load[rows] = np.maximum(load[rows], counts)
         return load
 
 
@@ -77,38 +81,34 @@ class CandidateCosts:
         self._num_tokens = len(prompt.token_ids)
         sources = request.cache.sources
         nothing: Ints = np.zeros(len(columns), dtype=np.int64)
-        match, expected = snapshot.match, snapshot.expected
-        device = columns.device_blocks(match) if CacheSource.DEVICE in sources else nothing
-        shared = columns.shared_blocks(match) if CacheSource.SHARED_MEMORY in sources else nothing
+        held = columns.held(snapshot.match)
+        device = held.device if CacheSource.DEVICE in sources else nothing
+        shared = held.shared if CacheSource.SHARED_MEMORY in sources else nothing
         self.indexed_blocks: Ints = np.maximum(device, shared)  # at hand now, as the index believes
-        if expected.num_blocks_by_holder and CacheSource.DEVICE in sources:
-            device = np.maximum(device, columns.device_blocks(expected))
-        if expected.num_blocks_by_holder and CacheSource.SHARED_MEMORY in sources:
-            shared = np.maximum(shared, columns.shared_blocks(expected))
+        if snapshot.expected.num_blocks_by_holder:
+            coming = columns.held(snapshot.expected)
+            device = np.maximum(device, coming.device) if CacheSource.DEVICE in sources else device
+            shared = np.maximum(shared, coming.shared) if CacheSource.SHARED_MEMORY in sources else shared
+        at_hand: Ints = np.maximum(device, shared)
         self.device_tokens: Ints = device * prompt.block_tokens
-        self.held_tokens: Ints = np.maximum(device, shared) * prompt.block_tokens  # without a network
-        far_blocks, self.far_nodes = _longest_elsewhere(snapshot.match) if CacheSource.GRPC in sources else (0, ())
-        self.longest_blocks = max([far_blocks, *(int(each.max(initial=0)) for each in (device, shared))])
-        self.price = gpu_price(self.queue_s[self._computing()], snapshot.usual_work_s)
-        self.scores = self._score(far_blocks * prompt.block_tokens)
-        free_blocks = columns.pool_blocks - columns.used_blocks
+        self.held_tokens: Ints = at_hand * prompt.block_tokens  # without a network
+        self.node_runs = held.nodes if CacheSource.GRPC in sources else {}  # blocks that can be read over a network
+        self.far_blocks = max(self.node_runs.values(), default=0)
+        self.longest_blocks = max(self.far_blocks, int(at_hand.max()))
+        self.price = gpu_price(self.queue_s[columns.computing], snapshot.usual_work_s)
+        self.scores = self._score(self.far_blocks * prompt.block_tokens)
+        self.computed_tokens: Ints = self._num_tokens - self.scores.fetch_to  # of the prompt, on each worker
         self.step_s: Floats = columns.step_s + columns.sequence_s * (self.load + 1)
         self.decode_s: Floats = self.step_s * min(FIRST_TOKENS, request.sampling.max_tokens)
         needed = self._num_tokens // prompt.block_tokens + 1
-        self.memory_s: Floats = STEPS_UNTIL_ROOM * self.step_s * (needed > free_blocks)
-        self.memory_use: Floats = columns.used_blocks / columns.pool_blocks
-
-    def _computing(self) -> Ints:
-        """Workers that compute prompts; all, when none is there for that."""
-        rows = np.flatnonzero(self.columns.prefills)
-        return rows if len(rows) else np.arange(len(self.columns))
+        self.memory_s: Floats = STEPS_UNTIL_ROOM * self.step_s * (needed > columns.free_blocks)
 
     def _score(self, far_tokens: int) -> Scores:
         columns = self.columns
         idle = np.zeros(len(columns))
         shared = columns.shared_memory()
         copies = [Copy(self.held_tokens, self._layout.token_bytes, shared, idle)]
-        if self.far_nodes:
+        if far_tokens:
             way = self._way_to_far(shared, far_tokens)
             copies.append(Copy(np.maximum(self.held_tokens, far_tokens), self._layout.token_bytes, way, idle))
         workers = Workers(
@@ -130,9 +130,10 @@ class CandidateCosts:
 
     def _way_to_far(self, shared: LinkCost, far_tokens: int) -> LinkCost:
         """As one link: what is at hand by shared memory first, and the rest from the nodes that have most of it."""
-        links = [self.columns.link(node, CacheSource.GRPC) for node in self.far_nodes]
-        rate = np.max([link.bytes_per_s for link in links], axis=0)
-        trip = np.max([link.round_trip_s for link in links], axis=0)
+        nodes = sorted(node for node, run in self.node_runs.items() if run == self.far_blocks)[:LOAD_NODES_MAX]
+        links = [self.columns.link(node, CacheSource.GRPC) for node in nodes]
+        rate: Any = reduce(np.maximum, (link.bytes_per_s for link in links))
+        trip: Any = reduce(np.maximum, (link.round_trip_s for link in links))
         near = np.maximum(self.held_tokens - self.device_tokens, 0)
         far = np.maximum(far_tokens - self.held_tokens, 0)
         seconds_a_byte = (near / shared.bytes_per_s + far / rate) / np.maximum(near + far, 1)
@@ -147,24 +148,11 @@ class CandidateCosts:
         total: Floats = self.scores.cost_s + self.decode_s + self.memory_s
         return total
 
-    def computed_tokens(self) -> Ints:
-        """Of the prompt, on each worker."""
-        return self._num_tokens - self.scores.fetch_to
-
     def fetches_far(self, row: int) -> bool:
         """Whether the worker's best plan loads from other hosts' store nodes."""
         return int(self.scores.copy[row]) == 1
 
-    def block_s(self, prefill: int | None = None) -> tuple[Floats, Floats]:
-        """For each decode worker to get the last block of what a prefill worker computed: by shared memory, over gRPC.
-
-        Without a prefill worker: from any."""
-        num_bytes = self._layout.block_bytes
-        near = self.columns.shared_memory()
-        record = None if prefill is None else self.columns.records[prefill]
-        far = self.columns.link("" if record is None else record.store_node, CacheSource.GRPC)
-        return near.seconds(num_bytes), far.seconds(num_bytes)
-
+    @cached_property
     def tail_s(self) -> Floats:
         """For each decode worker to compute what no full block covers: at least the last token."""
         block_tokens = self._request.prompt.block_tokens
@@ -172,81 +160,95 @@ class CandidateCosts:
         seconds: Floats = self.columns.prefill.seconds(start, self._num_tokens)
         return seconds
 
-    def least_hand_over_s(self, decoders: Ints) -> Floats:
-        """For each worker as a prefill worker: the least that handing over to one of these decode workers, other than
+    def least_hand_over_s(self, prefillers: Ints, decoders: Ints) -> Floats:
+        """For each of these prefill workers: the least that handing over to one of these decode workers, other than
         itself, adds to the cost; infinite where none of them can read what it publishes."""
-        after = self.tail_s() + self.decode_s + self.memory_s
-        near_s, far_s = (after + block for block in self.block_s())
-        columns = self.columns
-        least = np.full(len(columns), np.inf)
-        rows = np.arange(len(columns))
-        if CacheSource.GRPC in self._request.cache.sources:
-            ordered = decoders[np.argsort(far_s[decoders], kind="stable")]
-            second = far_s[ordered[1]] if len(ordered) > 1 else np.inf
-            least = np.where(rows == ordered[0], second, far_s[ordered[0]])
-        if CacheSource.SHARED_MEMORY in self._request.cache.sources:
+        columns, sources = self.columns, self._request.cache.sources
+        after = self.tail_s + self.decode_s + self.memory_s
+        least = np.full(len(prefillers), np.inf)
+        if CacheSource.GRPC in sources:
+            cost_s = (after + columns.block_s("", CacheSource.GRPC))[decoders]
+            everywhere: Ints = np.zeros(len(columns), dtype=np.int64)
+            least = _least_of_others(prefillers, decoders, cost_s, everywhere)
+        if CacheSource.SHARED_MEMORY in sources:
             mapping = decoders[columns.maps_node[decoders]]
-            ordered = mapping[np.lexsort((near_s[mapping], columns.node[mapping]))]
-            nodes, first = np.unique(columns.node[ordered], return_index=True)
-            best, best_row = np.full(columns.num_nodes + 1, np.inf), np.full(columns.num_nodes + 1, -1)
-            second_best = best.copy()
-            best[nodes], best_row[nodes] = near_s[ordered[first]], ordered[first]
-            has_second = first + 1 < np.append(first[1:], len(ordered))
-            second_best[nodes[has_second]] = near_s[ordered[first[has_second] + 1]]
-            node = columns.node  # -1, no node, is the last entry: nobody maps it
-            near = np.where(best_row[node] == rows, second_best[node], best[node])
-            least = np.minimum(least, near)
+            cost_s = (after + columns.block_s("", CacheSource.SHARED_MEMORY))[mapping]
+            least = np.minimum(least, _least_of_others(prefillers, mapping, cost_s, columns.node))
         return least
 
     def hand_off_s(self, prefill: int, decoders: Ints) -> Floats:
         """For each of these decode workers: seconds from the prefill worker's last block to the first token; infinite
         where it cannot read them. What was published before has come meanwhile, as far as there was time for it."""
-        columns, sources = self.columns, self._request.cache.sources
-        near_s, far_s = (block_s[decoders] for block_s in self.block_s(prefill))
-        node = columns.node[decoders]
-        same = columns.maps_node[decoders] & (node == columns.node[prefill]) & (node >= 0)
-        block_s: Floats = np.where(same & (CacheSource.SHARED_MEMORY in sources), near_s, np.inf)
-        if CacheSource.GRPC in sources:
-            block_s = np.minimum(block_s, far_s)
-        missing = np.maximum(self._num_tokens - self.device_tokens[decoders], 0) // self._request.prompt.block_tokens
-        late_s = np.maximum(self.queue_s[decoders], missing * np.minimum(block_s, far_s)) - self.scores.ttft_s[prefill]
-        seconds: Floats = np.maximum(late_s, 0.0) + block_s + self.tail_s()[decoders]
-        return np.where(decoders == prefill, np.inf, seconds)
+        node = self.columns.records[prefill].store_node
+        return self._hand_off_s(prefill, decoders, self.columns.block_s(node, CacheSource.GRPC)[decoders])
 
-    def terms(self, computing: int, decode: int, *, hand_off_s: float, barred: str = "") -> PlanTerms:
-        """One plan's terms."""
-        scores, by_itself = self.scores, computing == decode
-        device = min(int(self.device_tokens[computing]), self._num_tokens - 1)
-        loaded = int(scores.fetch_to[computing] - scores.fetch_from[computing])
-        records = self.columns.records
-        return PlanTerms(
-            prefill_worker=None if by_itself else records[computing].worker_id,
-            decode_worker=records[decode].worker_id,
+    def hand_offs_s(self, prefillers: Ints, decode: int) -> Floats:
+        """As `hand_off_s`, for each of these prefill workers and one decode worker."""
+        columns = self.columns
+        nodes = [columns.records[row].store_node for row in prefillers.tolist()]
+        far_s = np.array([columns.block_s(node, CacheSource.GRPC)[decode] for node in nodes], dtype=np.float64)
+        return self._hand_off_s(prefillers, decode, far_s)
+
+    def _hand_off_s(self, prefill: int | Ints, decode: int | Ints, far_s: Floats) -> Floats:
+        """far_s: for the last block by gRPC. One of the workers is a row, the other one an array of rows."""
+        columns, sources = self.columns, self._request.cache.sources
+        block_s = far_s if CacheSource.GRPC in sources else np.full(len(far_s), np.inf)
+        if CacheSource.SHARED_MEMORY in sources:
+            near_s = columns.block_s("", CacheSource.SHARED_MEMORY)[decode]
+            same = columns.maps_node[decode] & (columns.node[decode] == columns.node[prefill])
+            block_s = np.where(same, np.minimum(block_s, near_s), block_s)
+        missing = np.maximum(self._num_tokens - self.device_tokens[decode], 0) // self._request.prompt.block_tokens
+        late_s = np.maximum(self.queue_s[decode], missing * np.minimum(block_s, far_s)) - self.scores.ttft_s[prefill]
+        seconds = np.maximum(late_s, 0.0) + block_s + self.tail_s[decode]
+        return np.where(np.equal(decode, prefill), np.inf, seconds)
+
+    def cost_s(self, computing: Ints, decode: Ints, hand_off_s: Floats) -> Floats:
+        """Of plans whose workers are these rows; a plan without a hand-over has the same one twice."""
+        cost_s: Floats = self.scores.cost_s[computing] + hand_off_s + self.decode_s[decode] + self.memory_s[decode]
+        return cost_s
+
+    def terms(self, computing: Ints, decode: Ints, *, hand_off_s: Floats, barred: Sequence[str]) -> PlanColumns:
+        """The same plans, with every term."""
+        scores, records = self.scores, self.columns.records
+        device = np.minimum(self.device_tokens[computing], self._num_tokens - 1)
+        loaded = scores.fetch_to[computing] - scores.fetch_from[computing]
+        memory_s = self.memory_s[decode]
+        pairs = zip(computing.tolist(), decode.tolist(), strict=True)
+        return PlanColumns(
+            prefill_worker=[None if row == by else records[row].worker_id for row, by in pairs],
+            decode_worker=[records[row].worker_id for row in decode.tolist()],
             device_tokens=device,
             loaded_tokens=loaded,
             computed_tokens=self._num_tokens - device - loaded,
-            wait_s=float(scores.wait_s[computing]),
-            fetch_s=float(scores.fetch_s[computing]),
-            compute_s=float(scores.compute_s[computing]),
+            wait_s=scores.wait_s[computing],
+            fetch_s=scores.fetch_s[computing],
+            compute_s=scores.compute_s[computing],
             hand_off_s=hand_off_s,
-            price_s=float(scores.price_s[computing]),
-            interference_s=float(scores.interference_s[computing]),
-            decode_s=float(self.decode_s[decode]),
-            memory_s=float(self.memory_s[decode]),
-            ttft_s=float(scores.ttft_s[computing] + hand_off_s + self.memory_s[decode]),
-            cost_s=float(scores.cost_s[computing] + hand_off_s + self.decode_s[decode] + self.memory_s[decode]),
+            price_s=scores.price_s[computing],
+            interference_s=scores.interference_s[computing],
+            decode_s=self.decode_s[decode],
+            memory_s=memory_s,
+            ttft_s=scores.ttft_s[computing] + hand_off_s + memory_s,
+            cost_s=self.cost_s(computing, decode, hand_off_s),
             barred=barred,
         )
 
 
-def _longest_elsewhere(match: PrefixMatch) -> tuple[int, tuple[str, ...]]:
-    """Leading blocks of the longest run that a store node has, and the nodes that have as many."""
-    runs = {holder: n for holder, n in match.num_blocks_by_holder.items() if is_node(holder)}
-    longest = max(runs.values(), default=0)
-    nodes = sorted(holder.removeprefix("node:") for holder, n in runs.items() if n == longest > 0)
-    return longest, tuple(nodes[:LOAD_NODES_MAX])
+def _least_of_others(rows: Ints, others: Ints, cost_s: Floats, group: Ints) -> Floats:
+    """For each of these rows: the least cost of the others of its group, itself left out; infinite without any.
 
-
-def is_node(holder: HolderId) -> bool:
-    """Whether a holder is a store node, which others can read from."""
-    return holder.startswith("node:")
+    cost_s: [others].  group: [workers]; -1 is no group.
+    """
+    least = np.full(group.max() + 2, np.inf)  # the last one stands for no group
+    of_others = group[others]
+    np.minimum.at(least, of_others, cost_s)
+    is_other = np.zeros(len(group), dtype=bool)
+    is_other[others] = True
+    if not is_other[rows].any():
+        return least[group[rows]]
+    best = np.full(len(least), -1)
+    winners = np.flatnonzero(cost_s == least[of_others])
+    best[of_others[winners]] = others[winners]
+    second, beaten = np.full(len(least), np.inf), others != best[of_others]
+    np.minimum.at(second, of_others[beaten], cost_s[beaten])
+    return np.where(best[group[rows]] == rows, second[group[rows]], least[group[rows]])

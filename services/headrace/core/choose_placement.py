@@ -12,7 +12,6 @@ Knows arrays only: who the workers are, what the numbers came from and what happ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,26 +133,20 @@ def score_placements(
     """
     assert len(workers) > 0
     own = np.minimum(workers.own_tokens, prompt_tokens - 1)
-    options = [_fetched(copy, own[:, None], prompt_tokens, fetch_starts) for copy in copies]
-    starts, ends, fetch = (
-        np.concatenate([first[:, None], *rest], axis=1)
-        for first, *rest in zip((own, own, np.zeros(len(own))), *options, strict=True)
-    )  # the first column: nothing is fetched
-    rates = _as_columns(workers.cost)
-    head = rates.seconds(own[:, None], starts) if options and fetch_starts.any() else np.zeros((1, 1))
-    rest = rates.seconds(ends, prompt_tokens)
-    ttft = np.maximum(workers.queue_s[:, None] + head, fetch) + rest
+    starts, ends, fetch = _ways(own, copies, prompt_tokens, fetch_starts)
+    head = workers.cost.seconds(own, starts) if copies and fetch_starts.any() else 0.0
+    rest = workers.cost.seconds(ends, prompt_tokens)
+    ttft = np.maximum(workers.queue_s + head, fetch) + rest
     work = head + rest
     weight = price + interference * workers.decodes
-    cost = ttft + weight[:, None] * work
-    best = _cheapest(cost, ends > starts, fetch_slack, copies) if fetch_slack else cost.argmin(axis=1)
-    rows = np.arange(len(own))
-    at = (rows, best)
-    work_s = work[at]
+    cost = ttft + weight * work
+    best = _cheapest(cost, ends > starts, fetch_slack, copies) if fetch_slack else cost.argmin(axis=0)
+    at = (best, np.arange(len(own)))
+    fetch_from, fetch_to, work_s = starts[at], ends[at], work[at]
     return Scores(
-        fetch_from=starts[at],
-        fetch_to=ends[at],
-        copy=np.where(ends[at] > starts[at], (best - 1) // len(fetch_starts), -1),
+        fetch_from=fetch_from,
+        fetch_to=fetch_to,
+        copy=np.where(fetch_to > fetch_from, (best - 1) // len(fetch_starts), -1),
         wait_s=workers.queue_s,
         compute_s=work_s,
         fetch_s=fetch[at],
@@ -164,23 +157,31 @@ def score_placements(
     )
 
 
-def _fetched(copy: Copy, own: Ints, prompt_tokens: int, fetch_starts: Floats) -> tuple[Ints, Ints, Floats]:
-    """Starts, ends and seconds of fetches from one copy, [num_workers, starts]; where it holds no more than the worker
-    itself, they fetch nothing."""
-    stretch = np.maximum(np.minimum(_as_column(copy.tokens), prompt_tokens - 1) - own, 0)
-    starts = own + (stretch * fetch_starts).astype(np.int64)
-    ends = np.broadcast_to(own + stretch, starts.shape)
-    moved = (ends - starts) * copy.token_bytes
-    begin_s = copy.link_busy_s[:, None] + _as_column(copy.link.round_trip_s)
-    return starts, ends, (begin_s + moved / _as_column(copy.link.bytes_per_s)) * (moved > 0)
+def _ways(own: Ints, copies: Sequence[Copy], prompt_tokens: int, fetch_starts: Floats) -> tuple[Ints, Ints, Floats]:
+    """Starts, ends and seconds of fetches, [1 + copies * starts, num_workers]: the first row fetches nothing, then come
+    each copy's. Where a copy holds no more than the worker itself, its rows fetch nothing either."""
+    shape = (1 + len(copies) * len(fetch_starts), len(own))
+    starts, ends, fetch = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64), np.zeros(shape)
+    starts[0] = ends[0] = own
+    for number, copy in enumerate(copies):
+        rows = slice(1 + number * len(fetch_starts), 1 + (number + 1) * len(fetch_starts))
+        stretch = np.maximum(np.minimum(copy.tokens, prompt_tokens - 1) - own, 0)
+        starts[rows] = own + (stretch * fetch_starts[:, None]).astype(np.int64)
+        ends[rows] = own + stretch
+        moved = (ends[rows] - starts[rows]) * copy.token_bytes
+        begin_s = copy.link_busy_s + copy.link.round_trip_s
+        fetch[rows] = (begin_s + moved / copy.link.bytes_per_s) * (moved > 0)
+    return starts, ends, fetch
 
 
 def _cheapest(cost: Floats, fetches: NDArray[np.bool_], slack: float, copies: Sequence[Copy]) -> Ints:
-    """The column of least cost, where fetching may cost a little more, as `score_placements` says."""
-    per_copy = (cost.shape[1] - 1) // max(1, len(copies))
-    round_trips = [np.broadcast_to(_as_column(copy.link.round_trip_s), (len(cost), per_copy)) for copy in copies]
-    allowed = slack * cost[:, :1] + np.concatenate([np.zeros((len(cost), 1)), *round_trips], axis=1)
-    cheapest: Ints = (cost - allowed * fetches).argmin(axis=1)
+    """The row of least cost for each worker, where fetching may cost a little more, as `score_placements` says."""
+    per_copy = (len(cost) - 1) // max(1, len(copies))
+    allowed = np.empty_like(cost)
+    allowed[:] = slack * cost[0]
+    for number, copy in enumerate(copies):
+        allowed[1 + number * per_copy : 1 + (number + 1) * per_copy] += copy.link.round_trip_s
+    cheapest: Ints = (cost - allowed * fetches).argmin(axis=0)
     return cheapest
 
 
@@ -194,15 +195,6 @@ def gpu_price(queue_s: Floats, usual_work_s: float) -> float:
     position = int(PRICE_QUANTILE * len(queue_s))
     least_busy = float(np.partition(queue_s, position)[position])
     return min(PRICE_MAX, PRICE_PER_QUEUE * least_busy / usual_work_s)
-
-
-def _as_columns(cost: PrefillCost) -> PrefillCost:
-    """The same cost with every array as a column, to broadcast over fetch starts."""
-    return PrefillCost(_as_column(cost.base_s), _as_column(cost.tokens_per_s), _as_column(cost.attention_s))
-
-
-def _as_column(value: Any) -> Any:
-    return value[:, None] if isinstance(value, np.ndarray) else value
 
 
 def _of_near_ties(cost: Floats, ids: NDArray[np.uint64], tie_key: int) -> int:

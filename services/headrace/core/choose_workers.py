@@ -14,20 +14,19 @@ This file does not know how matches are found, how calls are made, or what a fai
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.core.block import CacheSource, HolderId
-from headrace.core.candidate_costs import CandidateCosts, Snapshot, is_node
+from headrace.core.candidate_costs import CandidateCosts, Snapshot
 from headrace.core.choose_placement import TIE_S, Floats, Ints, rendezvous
-from headrace.core.decision import PlanReason, PlanTerms, RouteDecision, SettledBy
+from headrace.core.decision import PlanColumns, PlanReason, RouteDecision, SettledBy
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import GenerateRequest, WorkerId
 from headrace.core.limits import DECISION_PLANS_MAX
-from headrace.core.members import PrefixMatch, WorkerRecord
+from headrace.core.members import WorkerRecord
 from headrace.core.worker_columns import tokens_max
 
 # A decode worker whose sequences hold more of its memory than this computes no prompts for others to wait behind.
@@ -90,16 +89,16 @@ def choose_workers(
         decoders = decoders[decoders == columns.row_of[request.decode_worker]]
     if not len(decoders):
         return NoWorker(why=_why_no_decoder(request, snapshot))
-    choice = _Choice(request, CandidateCosts(request, snapshot), rule, decoders, tie_break)
+    costs = CandidateCosts(request, snapshot)
     prefillers = np.flatnonzero(serving & columns.prefills & (tokens <= columns.tokens_max))
-    computing, decode, decision = choice.decide(prefillers)
-    reachable = _reachable_blocks(columns.records[decode], request, snapshot.match)
+    computing, decode, decision = _Choice(request, costs, rule, decoders, tie_break).decide(prefillers)
+    reachable = min(max(int(costs.indexed_blocks[decode]), costs.far_blocks), len(request.prompt.chain))
     return Plan(
         decode=columns.records[decode],
         prefill=None if computing == decode else columns.records[computing],
         missing_tokens=tokens - reachable * request.prompt.block_tokens,
-        hint_nodes=_nodes_best_first(snapshot.match) if choice.costs.fetches_far(computing) else (),
-        reason=_reason(request, choice.costs.indexed_blocks, decoders, decode),
+        hint_nodes=_best_first(costs.node_runs) if costs.fetches_far(computing) else (),
+        reason=_reason(request, costs.indexed_blocks, decoders, decode),
         decision=decision,
     )
 
@@ -116,76 +115,85 @@ class _Choice:
 
     def decide(self, prefillers: Ints) -> tuple[int, int, RouteDecision]:
         """The worker that computes the prompt, the one that decodes (maybe the same), and why."""
-        costs, local_s = self.costs, self.costs.local_cost_s()
+        costs = self.costs
+        alone_s = costs.local_cost_s()[self.decoders]
         prefillers, over_s = self._able_to_hand_over(prefillers)
-        over: Floats = np.full(len(costs.columns), np.inf)  # of handing over, for each prefill worker
-        over[prefillers] = costs.scores.cost_s[prefillers] + over_s
-        barred = self._barred() if len(prefillers) else np.zeros(len(costs.columns), dtype=bool)
-        alone = self.decoders[~barred[self.decoders]]
+        barred = self._barred() & (len(prefillers) > 0)
+        alone = np.flatnonzero(~barred)
         if len(prefillers) and self.request.prefill_worker is not None:
             alone = alone[:0]
-        least_over_s = over.min()
-        if len(alone) and local_s[alone].min() <= least_over_s:
-            decode, settled = self._pick(local_s, alone, [(-costs.load, SettledBy.LOAD)])
-            chosen = costs.terms(decode, decode, hand_off_s=0.0)
-            return decode, decode, self._decision(chosen, settled, local_s, over, decode=decode, barred=barred)
-        prefill, settled = self._pick(over, prefillers, [(self._beside_decoders(), SettledBy.NEAR)])
-        decode, hand_off_s = self._pick_decode(prefill)
-        chosen = costs.terms(prefill, decode, hand_off_s=hand_off_s)
-        return prefill, decode, self._decision(chosen, settled, local_s, over, decode=decode, barred=barred)
+        if len(alone) and alone_s[alone].min() <= over_s.min(initial=np.inf):
+            decode, settled_by = self._pick(self.decoders[alone], alone_s[alone], [(-costs.load, SettledBy.LOAD)])
+            chosen = (decode, decode, 0.0)
+        else:
+            prefill, settled_by = self._pick(prefillers, over_s, [(self._beside_decoders(), SettledBy.NEAR)])
+            chosen = (prefill, *self._pick_decode(prefill))
+        named = self.request.decode_worker is not None or self.request.prefill_worker is not None
+        plans = self._plans(chosen, prefillers, np.concatenate([alone_s, over_s]), barred)
+        decision = RouteDecision(
+            prompt_tokens=len(self.request.prompt.token_ids),
+            plans=plans,
+            chosen=plans.first(),
+            num_considered=len(self.decoders) + len(prefillers),
+            settled_by=SettledBy.ASKED if named else settled_by,
+            price=costs.price,
+        )
+        return chosen[0], chosen[1], decision
 
     def _barred(self) -> NDArray[np.bool_]:
-        """Decode workers that must not compute this prompt while a prefill worker can. One that prefills for others
-        anyway, too, may; what is less than a block can only be computed where it is decoded."""
-        costs, columns = self.costs, self.costs.columns
-        tokens_max_here = max(self.rule.local_prefill_tokens, self.request.prompt.block_tokens - 1)
-        too_much = (costs.computed_tokens() > tokens_max_here) | (costs.memory_use >= MEMORY_USE_MAX)
-        barred: NDArray[np.bool_] = too_much & ~columns.prefills
-        return barred & (costs.computed_tokens() >= self.request.prompt.block_tokens)
+        """Decode workers that must not compute this prompt while a prefill worker can, [decoders]. One that prefills
+        for others anyway, too, may; what is less than a block can only be computed where it is decoded."""
+        columns, block_tokens = self.costs.columns, self.request.prompt.block_tokens
+        computed = self.costs.computed_tokens[self.decoders]
+        tokens_max_here = max(self.rule.local_prefill_tokens, block_tokens - 1)
+        too_much = (computed > tokens_max_here) | (columns.memory_use[self.decoders] >= MEMORY_USE_MAX)
+        barred: NDArray[np.bool_] = too_much & ~columns.prefills[self.decoders] & (computed >= block_tokens)
+        return barred
 
     def _why_barred(self, row: int) -> str:
-        if self.costs.memory_use[row] >= MEMORY_USE_MAX:
+        if self.costs.columns.memory_use[row] >= MEMORY_USE_MAX:
             return "its memory is nearly full"
         return "it lacks more than local_prefill_tokens"
 
     def _able_to_hand_over(self, prefillers: Ints) -> tuple[Ints, Floats]:
-        """Those whose blocks a decode worker may read, and the least that handing over adds to each one's cost."""
-        request = self.request
-        missing_blocks = self.costs.computed_tokens()[self.decoders].min() // request.prompt.block_tokens
+        """Those whose blocks a decode worker may read, and what computing there and handing over costs at least."""
+        request, costs = self.request, self.costs
+        missing_blocks = costs.computed_tokens[self.decoders].min() // request.prompt.block_tokens
         if not request.cache.publish or not request.prompt.chain or missing_blocks == 0:
             return prefillers[:0], np.zeros(0)
         if request.prefill_worker is not None:
-            prefillers = prefillers[prefillers == self.costs.columns.row_of[request.prefill_worker]]
-        least_s = self.costs.least_hand_over_s(self.decoders)[prefillers]
-        able = np.isfinite(least_s)
-        return prefillers[able], least_s[able]
+            prefillers = prefillers[prefillers == costs.columns.row_of[request.prefill_worker]]
+        over_s = costs.scores.cost_s[prefillers] + costs.least_hand_over_s(prefillers, self.decoders)
+        able = np.isfinite(over_s)
+        return prefillers[able], over_s[able]
 
     def _beside_decoders(self) -> Ints:
         """1 for workers whose store node a decode worker maps: what they publish needs no network."""
         columns = self.costs.columns
-        mapped = columns.node[self.decoders[columns.maps_node[self.decoders]]]
-        beside: Ints = np.isin(columns.node, mapped).astype(np.int64)
-        return beside
+        mapped: Ints = np.zeros(len(columns.nodes) + 1, dtype=np.int64)  # the last one stands for no node
+        mapped[columns.node[self.decoders[columns.maps_node[self.decoders]]]] = 1
+        return mapped[columns.node]
 
     def _pick_decode(self, prefill: int) -> tuple[int, float]:
         """Who decodes what `prefill` computes, and the seconds of the hand-over."""
         costs = self.costs
-        hand_off_s: Floats = np.full(len(costs.columns), np.inf)
-        hand_off_s[self.decoders] = costs.hand_off_s(prefill, self.decoders)
-        total_s = hand_off_s + costs.decode_s + costs.memory_s
-        able = self.decoders[np.isfinite(total_s[self.decoders])]
+        hand_off_s = costs.hand_off_s(prefill, self.decoders)
+        able = np.isfinite(hand_off_s)
+        decoders, hand_off_s = self.decoders[able], hand_off_s[able]
         beside = (costs.columns.node == costs.columns.node[prefill]).astype(np.int64)
-        decode, _ = self._pick(total_s, able, [(beside, SettledBy.NEAR), (-costs.load, SettledBy.LOAD)])
-        return decode, float(hand_off_s[decode])
+        total_s = hand_off_s + costs.decode_s[decoders] + costs.memory_s[decoders]
+        decode, _ = self._pick(decoders, total_s, [(beside, SettledBy.NEAR), (-costs.load, SettledBy.LOAD)])
+        return decode, float(hand_off_s[decoders == decode][0])
 
-    def _pick(self, cost_s: Floats, rows: Ints, preferences: list[tuple[Ints, SettledBy]]) -> tuple[int, SettledBy]:
+    def _pick(self, rows: Ints, cost_s: Floats, preferences: list[tuple[Ints, SettledBy]]) -> tuple[int, SettledBy]:
         """The row of least cost; of those within TIE_S of it, the one with most of the prompt at hand, then the highest
-        by each preference, then by what is in its own pool, then by affinity or hash."""
-        near = rows[cost_s[rows] <= cost_s[rows].min() + TIE_S]
+        by each preference, then by what is in its own pool, then by affinity or hash. cost_s: [rows]."""
+        near = rows[cost_s <= cost_s.min() + TIE_S]
         held = (self.costs.held_tokens, SettledBy.HELD)
         for values, name in [(None, SettledBy.COST), held, *preferences, (self.costs.device_tokens, SettledBy.HELD)]:
             if values is not None:
-                near = near[values[near] == values[near].max()]
+                of_near = values[near]
+                near = near[of_near == of_near.max()]
             if len(near) == 1:
                 return int(near[0]), name
         records, affinity = self.costs.columns.records, self.request.cache.affinity_key
@@ -195,43 +203,38 @@ class _Choice:
         key = _tie_key(self.request, self.costs.longest_blocks)
         return int(near[rendezvous(self.costs.columns.ids[near], key).argmax()]), SettledBy.HASH
 
-    def _decision(
-        self,
-        chosen: PlanTerms,
-        settled_by: SettledBy,
-        local_s: Floats,
-        over_s: Floats,
-        *,
-        decode: int,
-        barred: NDArray[np.bool_],
-    ) -> RouteDecision:
-        """The chosen plan and the next best ones: every decode worker by itself, every prefill worker for the chosen
-        decode worker."""
-        costs = self.costs
-        rows = np.concatenate([self.decoders, np.flatnonzero(np.isfinite(over_s))])
-        total_s = np.concatenate([local_s[self.decoders], over_s[np.isfinite(over_s)]])
-        others, only_decode = [], np.array([decode])
-        for place in np.argsort(total_s, kind="stable")[: DECISION_PLANS_MAX + 1]:
-            row = int(rows[place])
-            if place < len(self.decoders):
-                why = self._why_barred(row) if barred[row] else ""
-                others.append(costs.terms(row, row, hand_off_s=0.0, barred=why))
-            elif np.isfinite(hand_off_s := float(costs.hand_off_s(row, only_decode)[0])):
-                others.append(costs.terms(row, decode, hand_off_s=hand_off_s))
-        others = [terms for terms in others if _workers_of(terms) != _workers_of(chosen)]
-        named = self.request.decode_worker is not None or self.request.prefill_worker is not None
-        return RouteDecision(
-            prompt_tokens=len(self.request.prompt.token_ids),
-            chosen=chosen,
-            others=tuple(sorted(others, key=lambda terms: terms.cost_s)[:DECISION_PLANS_MAX]),
-            num_considered=len(rows),
-            settled_by=SettledBy.ASKED if named else settled_by,
-            price=costs.price,
+    def _plans(
+        self, chosen: tuple[int, int, float], prefillers: Ints, least_s: Floats, barred: NDArray[np.bool_]
+    ) -> PlanColumns:
+        """The chosen plan (who computes, who decodes, seconds of the hand-over) and the next best ones: every decode
+        worker by itself, every prefill worker for the chosen decode worker. least_s: of each at least, in this order.
+        """
+        costs, (computes, decode, hand_off_s) = self.costs, chosen
+        places = _least_first(least_s, DECISION_PLANS_MAX + 1)
+        computing = np.concatenate([self.decoders, prefillers])[places]
+        over = places >= len(self.decoders)
+        decoding, hand_offs_s = np.where(over, decode, computing), np.zeros(len(places))
+        if over.any():
+            hand_offs_s[over] = costs.hand_offs_s(computing[over], decode)
+        cost_s = costs.cost_s(computing, decoding, hand_offs_s)
+        cost_s[(computing == computes) & (decoding == decode)] = np.inf
+        rivals = np.argsort(cost_s, kind="stable")[: min(DECISION_PLANS_MAX, np.isfinite(cost_s).sum())]
+        is_barred = np.append(barred, np.zeros(len(prefillers), dtype=bool))[places[rivals]].tolist()
+        rows = computing[rivals].tolist()
+        return costs.terms(
+            np.append(computes, computing[rivals]),
+            np.append(decode, decoding[rivals]),
+            hand_off_s=np.append(hand_off_s, hand_offs_s[rivals]),
+            barred=["", *(self._why_barred(row) if no else "" for row, no in zip(rows, is_barred, strict=True))],
         )
 
 
-def _workers_of(terms: PlanTerms) -> tuple[WorkerId | None, WorkerId]:
-    return terms.prefill_worker, terms.decode_worker
+def _least_first(values: Floats, count: int) -> Ints:
+    """Places of the `count` least values, least first, the earlier ones of equals first."""
+    places: Ints = np.arange(len(values))
+    if count < len(values):
+        places = np.flatnonzero(values <= np.partition(values, count)[count])
+    return places[np.argsort(values[places], kind="stable")][:count]
 
 
 def _tie_key(request: GenerateRequest, longest_blocks: int) -> int:
@@ -246,25 +249,6 @@ def _tie_key(request: GenerateRequest, longest_blocks: int) -> int:
     else:
         spelled = chain[min(longest_blocks, len(chain) - 1)] if chain else request.request_id.encode()
     return int.from_bytes(hashlib.blake2b(spelled, digest_size=8).digest(), "little")
-
-
-def local_blocks(worker: WorkerRecord, request: GenerateRequest, match: PrefixMatch) -> int:
-    """Leading blocks that a worker can use without a network: in its own pool or in its host's arena."""
-    maps_node = worker.store_node_near and CacheSource.SHARED_MEMORY in request.cache.sources
-    shared = match.of(_node_holder(worker)) if maps_node else 0
-    return max(_device_blocks(worker, request, match), shared)
-
-
-def _device_blocks(worker: WorkerRecord, request: GenerateRequest, match: PrefixMatch) -> int:
-    return match.of(worker.holder_id) if CacheSource.DEVICE in request.cache.sources else 0
-
-
-def _reachable_blocks(worker: WorkerRecord, request: GenerateRequest, match: PrefixMatch) -> int:
-    """Leading blocks that a worker can use at all: other workers' pools cannot be read, other hosts' arenas can."""
-    reachable = local_blocks(worker, request, match)
-    if CacheSource.GRPC in request.cache.sources:
-        reachable = max([reachable, *(n for holder, n in match.num_blocks_by_holder.items() if is_node(holder))])
-    return min(reachable, len(request.prompt.chain))
 
 
 def _check_asked(request: GenerateRequest, workers: Sequence[WorkerRecord]) -> None:
@@ -310,9 +294,6 @@ def _reason(request: GenerateRequest, at_hand: Ints, decoders: Ints, decode: int
     return PlanReason.MATCH if at_hand[decode] == longest else PlanReason.SOONER
 
 
-def _nodes_best_first(match: PrefixMatch) -> tuple[str, ...]:
-    return tuple(holder.removeprefix("node:") for holder in match.best_first() if is_node(holder))
-
-
-def _node_holder(worker: WorkerRecord) -> HolderId:
-    return HolderId(f"node:{worker.store_node}")
+def _best_first(node_runs: Mapping[str, int]) -> tuple[str, ...]:
+    """Store nodes by length of their run, longest first; ties by name, so that all gateways agree."""
+    return tuple(sorted(node_runs, key=lambda node: (-node_runs[node], node)))

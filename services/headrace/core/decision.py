@@ -1,8 +1,13 @@
 """Why a plan was chosen: the plans that were considered, each with its terms in seconds. For explanations only."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from operator import attrgetter
 
+import numpy as np
+
+from headrace.core.choose_placement import Floats, Ints
 from headrace.core.generation import WorkerId
 
 
@@ -52,13 +57,64 @@ class PlanTerms:
 COST_TERMS = ("compute_s", "hand_off_s", "price_s", "interference_s", "decode_s", "memory_s")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanColumns:
+    """Some plans side by side: each field of `PlanTerms` as an array of [plans]. Most decisions are never explained:
+    to spell out the plans that were not chosen would cost as much as choosing."""
+
+    prefill_worker: Sequence[WorkerId | None]
+    decode_worker: Sequence[WorkerId]
+    device_tokens: Ints
+    loaded_tokens: Ints
+    computed_tokens: Ints
+    wait_s: Floats
+    fetch_s: Floats
+    compute_s: Floats
+    hand_off_s: Floats
+    price_s: Floats
+    interference_s: Floats
+    decode_s: Floats
+    memory_s: Floats
+    ttft_s: Floats
+    cost_s: Floats
+    barred: Sequence[str]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanColumns) and self.terms() == other.terms()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def terms(self) -> tuple[PlanTerms, ...]:
+        """One after the other."""
+        plain = [column.tolist() if isinstance(column, np.ndarray) else column for column in _columns_of(self)]
+        return tuple(PlanTerms(*values) for values in zip(*plain, strict=True))
+
+    def first(self) -> PlanTerms:
+        """The first one alone."""
+        firsts = [column[0] for column in _columns_of(self)]
+        return PlanTerms(*(first.item() if isinstance(first, np.generic) else first for first in firsts))
+
+
+_columns_of = attrgetter(*(field.name for field in fields(PlanTerms)))
+
+
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """One decision. `others` are the next best plans, least cost first, barred ones among them."""
+    """One decision."""
 
     prompt_tokens: int
+    plans: PlanColumns  # the chosen one first, then the next best, least cost first, barred ones among them
     chosen: PlanTerms
-    others: tuple[PlanTerms, ...]
     num_considered: int
     settled_by: SettledBy
     price: float  # seconds of answer that a second of GPU is worth now
+
+    @property
+    def others(self) -> tuple[PlanTerms, ...]:
+        """The next best plans, least cost first, barred ones among them."""
+        return self.plans.terms()[1:]
+
+    @property
+    def least_compute_s(self) -> float:
+        """The least work of all plans that were not barred."""
+        return float(min(s for s, why in zip(self.plans.compute_s.tolist(), self.plans.barred, strict=True) if not why))

@@ -3,8 +3,12 @@
 A record is the truth about its owner for as long as it stands; everything said under an older incarnation is void.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace import __version__
 from headrace.core.block import CacheSource, HolderId, Namespace
@@ -142,11 +146,41 @@ class GatewayRecord:
 MemberRecord = StoreNodeRecord | WorkerRecord | GatewayRecord
 
 
+class NumberedRuns(Mapping[HolderId, int]):
+    """Runs of holders that have numbers, as a mirror of the index finds them; spelled by name only for whoever asks.
+    Who knows the same holders by other numbers takes the arrays over (`WorkerColumns.held`)."""
+
+    __slots__ = ("_by_name", "depths", "holders")
+
+    def __init__(self, holders: tuple[HolderId | None, ...], depths: NDArray[np.int32]) -> None:
+        """holders: by number, the same object for as long as nothing changes; None: nobody's.  depths: leading blocks,
+        by number; 0 for nobody's and for those that have none. At most one number of a holder has more."""
+        self.holders = holders
+        self.depths = depths
+        self._by_name: dict[HolderId, int] | None = None
+
+    def __getitem__(self, holder: HolderId) -> int:
+        return self._named()[holder]
+
+    def __iter__(self) -> Iterator[HolderId]:
+        return iter(self._named())
+
+    def __len__(self) -> int:
+        return len(self._named())
+
+    def _named(self) -> dict[HolderId, int]:
+        if self._by_name is None:
+            numbers = np.flatnonzero(self.depths)
+            named = zip(map(self.holders.__getitem__, numbers.tolist()), self.depths[numbers].tolist(), strict=True)
+            self._by_name = {holder: depth for holder, depth in named if holder is not None}
+        return self._by_name
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """How many leading blocks of a chain each live holder has, as the index believes. A hint, never a promise."""
 
-    num_blocks_by_holder: dict[HolderId, int]
+    num_blocks_by_holder: Mapping[HolderId, int]
 
     @property
     def num_blocks(self) -> int:

@@ -46,8 +46,11 @@ class PredictedBlocks(Generic[Key]):
             self._end_first()
         found = np.zeros(num_holders, dtype=np.int32)
         if chain:
+            common = 1  # many chains part from this one at the same place
             for holder, predicted in self._first_to_chains.get(chain[0], {}).values():
-                found[holder] = max(found[holder], _num_common(chain, predicted))
+                if not _parts_at(common, chain, predicted):
+                    common = _num_common(chain, predicted)
+                found[holder] = max(found[holder], common)
         return found
 
     def _end_first(self) -> None:
@@ -56,6 +59,14 @@ class PredictedBlocks(Generic[Key]):
         del chains[serial]
         if not chains:
             del self._first_to_chains[first]
+
+
+def _parts_at(common: int, chain: Sequence[Key], other: Sequence[Key]) -> bool:
+    """Whether so many leading blocks of two chains are the same, and no more."""
+    shorter = min(len(chain), len(other))
+    if common > shorter or chain[common - 1] != other[common - 1]:
+        return False
+    return common == shorter or chain[common] != other[common]
 
 
 def _num_common(chain: Sequence[Key], other: Sequence[Key]) -> int:

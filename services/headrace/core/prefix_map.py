@@ -17,12 +17,16 @@ Key = TypeVar("Key", bound=Hashable)
 # From this many bits on, numpy spreads a set faster than a loop over its bits.
 _SPREAD_BITS = 24
 
+# Sets that are remembered so that equal ones are one object: a set for each place where somebody's run of a chain ends.
+_SHARED_SETS_MAX = 4_096
+
 
 class PrefixMap(Generic[Key]):
     """Blocks and their holders. Adding what is there and removing what is not are harmless."""
 
     def __init__(self) -> None:
         self._block_to_holders: dict[Key, int] = {}
+        self._shared: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._block_to_holders)
@@ -30,18 +34,32 @@ class PrefixMap(Generic[Key]):
     def add(self, holder: int, blocks: Iterable[Key]) -> None:
         """The holder has these blocks now."""
         bit, holders = 1 << holder, self._block_to_holders
+        before, after = 0, self._share(bit)
         for block in blocks:
-            holders[block] = holders.get(block, 0) | bit
+            known = holders.get(block, 0)
+            if known is not before:
+                before, after = known, self._share(known | bit)
+            holders[block] = after
 
     def remove(self, holder: int, blocks: Iterable[Key]) -> None:
         """The holder does not have them any more."""
         keep, holders = ~(1 << holder), self._block_to_holders
+        before = after = 0
         for block in blocks:
-            left = holders.get(block, 0) & keep
-            if left:
-                holders[block] = left
+            known = holders.get(block, 0)
+            if known is not before:
+                before, after = known, self._share(known & keep)
+            if after:
+                holders[block] = after
             else:
                 holders.pop(block, None)
+
+    def _share(self, holders: int) -> int:
+        """The one object for a set. Most blocks of a chain are held by just those who hold the next one: so they share
+        its memory, and `levels` sees that nothing changes without reading it."""
+        if len(self._shared) >= _SHARED_SETS_MAX:
+            self._shared.clear()
+        return self._shared.setdefault(holders, holders)
 
     def drop_holder(self, holder: int) -> None:
         """The holder has nothing any more. Walks all blocks."""
@@ -71,19 +89,24 @@ class PrefixMap(Generic[Key]):
         first, last = get(chain[0], 0), get(chain[-1], 0)
         if first & last:
             yield len(chain), first & last
-        # An entry: the set at block `low` is `at_low`, at `high` it is `at_high`; where do they part?
-        between = [(0, len(chain) - 1, first, first & last)]
+        # Where do the sets of blocks `low` and `high` part? `still`: who has all up to `low`, as far as we have looked.
+        between = [(0, len(chain) - 1, first, first, last)] if first & ~last else []
         while between:
-            low, high, at_low, at_high = between.pop()
-            if at_low == at_high:
-                continue
-            if high - low == 1:
-                yield high, at_low & ~at_high
-                continue
-            middle = (low + high) // 2
-            at_middle = get(chain[middle], 0) & at_low
-            between.append((low, middle, at_low, at_middle))
-            between.append((middle, high, at_middle, at_high & at_middle))
+            low, high, still, at_low, at_high = between.pop()
+            while high - low > 1:
+                middle = (low + high) // 2
+                at_middle = get(chain[middle], 0)
+                if at_middle is at_low:
+                    low = middle
+                elif at_middle is at_high:
+                    high = middle
+                elif (both := still & at_middle) == both & at_high:
+                    high, at_high = middle, at_middle
+                else:
+                    if both != still:
+                        between.append((low, middle, still, at_low, at_middle))
+                    low, still, at_low = middle, both, at_middle
+            yield high, still & ~at_high
 
     def check_integrity(self) -> None:
         """No block is kept without a holder."""
@@ -97,6 +120,6 @@ def _spread(found: NDArray[np.int32], holders: int, depth: int) -> None:
         found[np.unpackbits(packed, bitorder="little")[: len(found)].astype(bool)] = depth
         return
     while holders:
-        bit = holders & -holders
-        found[bit.bit_length() - 1] = depth
-        holders ^= bit
+        number = holders.bit_length() - 1
+        found[number] = depth
+        holders ^= 1 << number

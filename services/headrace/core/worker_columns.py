@@ -6,8 +6,9 @@ broken worker spoils its own predictions only.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import repeat
 from statistics import median
 
 import numpy as np
@@ -16,10 +17,19 @@ from headrace.core.block import CacheSource, HolderId
 from headrace.core.choose_placement import Floats, Ints
 from headrace.core.generation import WorkerId
 from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_SHARED_MEMORY
-from headrace.core.members import ASSUMED_COSTS, LearnedCosts, MeasuredLink, PrefixMatch, WorkerRecord
+from headrace.core.members import ASSUMED_COSTS, LearnedCosts, MeasuredLink, NumberedRuns, PrefixMatch, WorkerRecord
 from headrace.core.step_costs import LinkCost, PrefillCost
 
 RATE_MIN = 1e-3  # tokens or bytes in a second: nothing that works is slower
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """Leading blocks of one prompt, by who has them."""
+
+    device: Ints  # in each worker's own pool, [workers]
+    shared: Ints  # in the arena that each worker maps, [workers]
+    nodes: Mapping[str, int]  # of each store node that has any
 
 
 class WorkerColumns:
@@ -37,6 +47,8 @@ class WorkerColumns:
         # Of the pool, by sequences that run or wait: with none of them, all of it can be had.
         held = np.array([record.pool_blocks - record.free_blocks for record in self.records], dtype=np.int64)
         self.used_blocks: Ints = np.clip(held, 0, self.pool_blocks) * (self.load > 0)
+        self.free_blocks = self.pool_blocks - self.used_blocks
+        self.memory_use: Floats = self.used_blocks / self.pool_blocks
         self.queue_s = self._floats([record.queue_s for record in self.records])
         self.prefill = PrefillCost(
             base_s=self._floats([record.costs.prefill_base_s for record in self.records]),
@@ -48,26 +60,49 @@ class WorkerColumns:
         kv_tokens = self.used_blocks * np.array([r.namespace.layout.block_tokens for r in self.records], dtype=np.int64)
         kv_token_s = self._floats([record.costs.decode_kv_token_s for record in self.records])
         self.step_s = self._floats([record.costs.decode_base_s for record in self.records]) + kv_token_s * kv_tokens
+        self.computing = np.flatnonzero(self.prefills) if self.prefills.any() else np.arange(len(self.records))
         # Numbers of the store nodes that workers publish to; -1: none.
-        nodes = sorted({record.store_node for record in self.records if record.store_node})
-        numbers = {node: number for number, node in enumerate(nodes)}
-        self.num_nodes = len(nodes)
+        self.nodes = tuple(sorted({record.store_node for record in self.records if record.store_node}))
+        numbers = {node: number for number, node in enumerate(self.nodes)}
         self.node: Ints = np.array([numbers.get(record.store_node, -1) for record in self.records], dtype=np.int64)
         self.maps_node = np.array([r.store_node_near and bool(r.store_node) for r in self.records], dtype=bool)
-        self._holder_to_rows = self._rows_by_holder()
+        # Holders by number: the workers, then the store nodes, and one that stands for all that nobody here has.
+        holders = [*(record.holder_id for record in self.records), *(HolderId(f"node:{node}") for node in self.nodes)]
+        self._holder_to_number = {holder: number for number, holder in enumerate(holders)}
+        self._translated: tuple[Collection[HolderId | None], Ints] | None = None
+        self._mapped_number = np.where(self.maps_node, len(self.records) + self.node, len(holders))
         self._measured: Mapping[tuple[str, CacheSource], list[tuple[int, MeasuredLink]]] | None = None
         self._links: dict[tuple[str, CacheSource], LinkCost] = {}
+        self._block_s: dict[tuple[str, CacheSource], Floats] = {}
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def device_blocks(self, match: PrefixMatch) -> Ints:
-        """Leading blocks in each worker's own pool."""
-        return self._blocks(match, "worker:")
+    def held(self, match: PrefixMatch) -> "HeldBlocks":
+        """Who has how much of a prompt, by the index or by a prediction."""
+        runs, unknown = match.num_blocks_by_holder, len(self._holder_to_number)
+        if isinstance(runs, NumberedRuns):
+            numbers, found = self._numbers_of(runs.holders), runs.depths
+            numbers, found = numbers[found > 0], found[found > 0]
+        else:
+            numbers, found = self._numbers_of(runs), np.fromiter(runs.values(), dtype=np.int32, count=len(runs))
+        depths: Ints = np.zeros(unknown + 1, dtype=np.int64)
+        depths[numbers] = found
+        of_nodes = depths[len(self) : unknown]
+        known = np.flatnonzero(of_nodes)
+        nodes = {self.nodes[number]: run for number, run in zip(known.tolist(), of_nodes[known].tolist(), strict=True)}
+        if depths[unknown]:  # somebody of whom no worker here knows
+            nodes |= {holder.removeprefix("node:"): run for holder, run in runs.items() if holder.startswith("node:")}
+            depths[unknown] = 0
+        return HeldBlocks(device=depths[: len(self)], shared=depths[self._mapped_number], nodes=nodes)
 
-    def shared_blocks(self, match: PrefixMatch) -> Ints:
-        """Leading blocks in the arena that each worker maps."""
-        return self._blocks(match, "node:")
+    def _numbers_of(self, holders: Collection[HolderId | None]) -> Ints:
+        """Our numbers for these holders; for the same tuple as the last time without looking."""
+        if self._translated is None or self._translated[0] is not holders:
+            unknown = len(self._holder_to_number)
+            numbers = map(self._holder_to_number.get, holders, repeat(unknown))  # type: ignore[arg-type]
+            self._translated = (holders, np.fromiter(numbers, dtype=np.int64, count=len(holders)))
+        return self._translated[1]
 
     def link(self, node_id: str, via: CacheSource) -> LinkCost:
         """Every worker's way to a store node, arrays of [workers]; a worker that has not used it has what others
@@ -94,24 +129,16 @@ class WorkerColumns:
             self._links[key] = LinkCost(rates, trips)  # type: ignore[arg-type]
         return self._links[key]
 
+    def block_s(self, node_id: str, via: CacheSource) -> Floats:
+        """Seconds for each worker to get one block from a store node, [workers]; "": from any, or from its own."""
+        key = (node_id, via)
+        if key not in self._block_s:
+            link = self.shared_memory() if via is CacheSource.SHARED_MEMORY else self.link(node_id, via)
+            self._block_s[key] = link.seconds(self.records[0].namespace.layout.block_bytes)
+        return self._block_s[key]
+
     def _floats(self, values: Sequence[float], least: float = 0.0) -> Floats:
         return np.maximum(np.array(values, dtype=np.float64), least)
-
-    def _blocks(self, match: PrefixMatch, kind: str) -> Ints:
-        found: Ints = np.zeros(len(self), dtype=np.int64)
-        for holder, num_blocks in match.num_blocks_by_holder.items():
-            rows = self._holder_to_rows.get(holder) if holder.startswith(kind) else None
-            if rows is not None:
-                found[rows] = num_blocks
-        return found
-
-    def _rows_by_holder(self) -> dict[HolderId, Ints]:
-        rows: dict[HolderId, list[int]] = {}
-        for row, record in enumerate(self.records):
-            rows[record.holder_id] = [row]
-            if self.maps_node[row]:
-                rows.setdefault(HolderId(f"node:{record.store_node}"), []).append(row)
-        return {holder: np.array(numbers, dtype=np.int64) for holder, numbers in rows.items()}
 
     def _by_link(self) -> Mapping[tuple[str, CacheSource], list[tuple[int, MeasuredLink]]]:
         if self._measured is None:

@@ -85,9 +85,7 @@ class RoutePlanner:
         for record in (plan.prefill, plan.decode):
             if record is not None:
                 self._table.plan_work(request.request_id, record.worker_id, plan.work_s(record.worker_id))
-        considered = (plan.decision.chosen, *(terms for terms in plan.decision.others if not terms.barred))
-        least_work_s = min(terms.compute_s for terms in considered)
-        self._usual_work_s += WORK_WEIGHT * (least_work_s - self._usual_work_s)
+        self._usual_work_s += WORK_WEIGHT * (plan.decision.least_compute_s - self._usual_work_s)
         if request.cache.publish:
             self._placed.add(request, plan)
         self.decisions.planned(request, plan, unix_ms=self._clock.unix_ms())

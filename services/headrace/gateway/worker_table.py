@@ -6,7 +6,7 @@ evidence against a worker than its record is for it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,7 +65,9 @@ class WorkerTable:
         self._in_flight: dict[WorkerId, int] = {}
         self._planned: dict[RequestId, list[PlannedWork]] = {}
         self._told: dict[WorkerId, tuple[int, float]] = {}  # a record's own time, and that on this gateway's clock
+        self._models: dict[str, list[ServedModel]] = {}  # of this listing, by name; the usual namespace first
         self._columns: dict[tuple[str, Namespace], WorkerColumns] = {}  # of this listing
+        self._told_s: dict[WorkerColumns, Floats] = {}  # the same times as in `_told`, by row
 
     def replace(self, records: Sequence[WorkerRecord]) -> None:
         """Take over a fresh listing.
@@ -78,9 +80,16 @@ class WorkerTable:
             return
         if records:
             self._listed_s = now_s
-        self._records = {record.worker_id: record for record in records}
+        self._records = dict(sorted((record.worker_id, record) for record in records))
+        self._models = _served_models(self.records())
         self._told = {record.worker_id: self._when_told(record, now_s) for record in records}
         self._columns.clear()
+        self._told_s.clear()
+        self._planned = {
+            request_id: later
+            for request_id, parts in self._planned.items()
+            if (later := [part for part in parts if self._is_later(part)])
+        }
         self._suspects = {
             worker_id: suspicion
             for worker_id, suspicion in self._suspects.items()
@@ -95,18 +104,11 @@ class WorkerTable:
 
     def records(self) -> tuple[WorkerRecord, ...]:
         """Every worker of the last listing, suspect or not, by id."""
-        return tuple(record for _, record in sorted(self._records.items()))
+        return tuple(self._records.values())
 
     def live(self) -> tuple[WorkerRecord, ...]:
         """Workers with nothing against them, by id."""
-        now_s = self._clock.now_s()
-        return tuple(
-            record
-            for record in self.records()
-            if (suspicion := self._suspects.get(record.worker_id)) is None
-            or suspicion.until_s <= now_s
-            or record.incarnation > suspicion.incarnation
-        )
+        return tuple(record for record in self.records() if not self._is_suspect(record))
 
     def can_decode(self) -> bool:
         """Whether any request could be served now."""
@@ -114,7 +116,7 @@ class WorkerTable:
 
     def models(self) -> tuple[ServedModel, ...]:
         """Every model that some known decode worker serves, by name."""
-        return tuple(self.served(name) for name in sorted({r.model for r in self._records.values() if r.role.decodes}))
+        return tuple(self.served(name) for name in sorted(self._models))
 
     def served(self, model: str, decode_worker: WorkerId | None = None) -> ServedModel:
         """Resolve a model's name; "" is the only model there is. Raises UnknownModel, WorkerUnavailable.
@@ -122,34 +124,18 @@ class WorkerTable:
         Workers of one model may differ in namespace for a while (an upgrade, another CPU type). A request stays within
         one: that of the decode worker it names, else the one with most decode workers, ties by id.
         """
-        decoders = [record for record in self.records() if record.role.decodes]
-        if not decoders:
+        if not self._models:
             raise WorkerUnavailable("", "no decode worker is ready yet")
-        names = sorted({record.model for record in decoders})
-        if not model and len(names) == 1:
-            model = names[0]
-        if model not in names:
-            raise UnknownModel(model, names)
-        groups: dict[Namespace, list[WorkerRecord]] = {}
-        for record in decoders:
-            if record.model == model:
-                groups.setdefault(record.namespace, []).append(record)
-
-        def preference(namespace: Namespace) -> tuple[bool, int, str]:
-            group = groups[namespace]
-            return (all(r.worker_id != decode_worker for r in group), -len(group), namespace.id)
-
-        namespace = min(groups, key=preference)
-        group, live = groups[namespace], {record.worker_id for record in self.live()}
-        workers = tuple(r for r in self.records() if r.model == model and r.namespace == namespace)
-        return ServedModel(
-            name=model,
-            namespace=namespace,
-            model_path=next((record.model_path for record in group if record.model_path), ""),
-            tokens_max=max(tokens_max(record) for record in group),
-            workers=workers,
-            suspects=frozenset(r.worker_id for r in workers) - live,
-        )
+        if not model and len(self._models) == 1:
+            model = next(iter(self._models))
+        if model not in self._models:
+            raise UnknownModel(model, sorted(self._models))
+        served, *variants = self._models[model]
+        asked = self._records.get(decode_worker) if decode_worker is not None and variants else None
+        if asked is not None and asked.model == model and asked.role.decodes:
+            served = next((each for each in variants if each.namespace == asked.namespace), served)
+        suspects = frozenset(r.worker_id for r in served.workers if self._is_suspect(r)) if self._suspects else None
+        return replace(served, suspects=suspects) if suspects else served
 
     def columns(self, served: ServedModel) -> WorkerColumns:
         """The model's workers as arrays, made once for each listing."""
@@ -162,13 +148,15 @@ class WorkerTable:
         """Predicted seconds until a prompt that is sent now could begin, on each worker: what its record said, less the
         time since, and this gateway's own plans that the record cannot know of."""
         now_s = self._clock.now_s()
-        told_s = np.array([self._told[record.worker_id][1] for record in columns.records])
+        if columns not in self._told_s:
+            self._told_s[columns] = np.array([self._told[record.worker_id][1] for record in columns.records])
+        told_s = self._told_s[columns]
         queue_s: Floats = np.maximum(columns.queue_s - (now_s - told_s), 0.0)
         planned: dict[int, list[PlannedWork]] = {}
         for parts in self._planned.values():
             for part in parts:
                 row = columns.row_of.get(part.worker_id)
-                if row is not None and part.planned_s + CALL_ARRIVES_S > told_s[row]:
+                if row is not None and self._is_later(part):
                     planned.setdefault(row, []).append(part)
         for row, later in planned.items():
             queue_s[row] = _with_later(columns.queue_s[row], told_s[row], later, now_s)
@@ -203,6 +191,17 @@ class WorkerTable:
         assert all(self._planned.values())
         assert all(worker_id == record.worker_id for worker_id, record in self._records.items())
 
+    def _is_suspect(self, record: WorkerRecord) -> bool:
+        suspicion = self._suspects.get(record.worker_id)
+        if suspicion is None or suspicion.until_s <= self._clock.now_s():
+            return False
+        return record.incarnation <= suspicion.incarnation
+
+    def _is_later(self, part: PlannedWork) -> bool:
+        """Whether a worker's record cannot know of this work yet."""
+        told = self._told.get(part.worker_id)
+        return told is None or part.planned_s + CALL_ARRIVES_S > told[1]
+
     def _incarnation(self, worker_id: WorkerId) -> int:
         record = self._records.get(worker_id)
         return record.incarnation if record else 0
@@ -214,6 +213,27 @@ class WorkerTable:
             return known
         age_s = (self._clock.unix_ms() - record.unix_ms) / 1000 if record.unix_ms else 0.0
         return record.unix_ms, now_s - min(max(age_s, 0.0), RECORD_AGE_MAX_S)
+
+
+def _served_models(records: Sequence[WorkerRecord]) -> dict[str, list[ServedModel]]:
+    """Models that have a decode worker, by name; of their namespaces the one with most decode workers first."""
+    groups: dict[tuple[str, Namespace], list[WorkerRecord]] = {}
+    for record in records:
+        groups.setdefault((record.model, record.namespace), []).append(record)
+    models: dict[str, list[tuple[int, str, ServedModel]]] = {}
+    for (name, namespace), workers in groups.items():
+        decoders = [record for record in workers if record.role.decodes]
+        if decoders:
+            served = ServedModel(
+                name=name,
+                namespace=namespace,
+                model_path=next((record.model_path for record in decoders if record.model_path), ""),
+                tokens_max=max(map(tokens_max, decoders)),
+                workers=tuple(workers),
+                suspects=frozenset(),
+            )
+            models.setdefault(name, []).append((-len(decoders), namespace.id, served))
+    return {name: [served for *_, served in sorted(variants, key=lambda v: v[:2])] for name, variants in models.items()}
 
 
 def _with_later(queue_s: float, told_s: float, later: Sequence[PlannedWork], now_s: float) -> float:

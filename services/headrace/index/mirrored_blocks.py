@@ -18,7 +18,7 @@ import numpy as np
 from headrace.core.block import BlockHash, Chain, HolderId, NamespaceId
 from headrace.core.index_limits import INDEX_MIRROR_DROP_BLOCKS, INDEX_SHARDS, INDEX_SWEEP_MS
 from headrace.core.limits import CHAIN_BLOCKS_MAX, HOLDERS_REMEMBERED
-from headrace.core.members import NO_MATCH, PrefixMatch
+from headrace.core.members import NO_MATCH, NumberedRuns, PrefixMatch
 from headrace.core.prefix_map import PrefixMap
 from headrace.index.redis_keys import Event, Op
 
@@ -49,6 +49,7 @@ class MirroredBlocks:
         self._numbers = dict(numbers)
         self._maps: dict[NamespaceId, PrefixMap[BlockHash]] = {}
         self._owners: list[Owner | None] = []  # by number; None: free, or being dropped
+        self._named: tuple[HolderId | None, ...] | None = None
         self._until_s = np.full(64, NEVER_S)  # by number: alive until then
         self._holder_to_numbers: dict[HolderId, dict[int, int]] = {}  # incarnation -> number
         self._free: list[int] = []
@@ -85,15 +86,13 @@ class MirroredBlocks:
             return NO_MATCH
         depths = held.depths(chain[:CHAIN_BLOCKS_MAX], len(self._owners))
         depths *= self._until_s[: len(depths)] > now_s
-        numbers = np.flatnonzero(depths)
-        owners = [self._owners[number] for number in numbers.tolist()]
-        return PrefixMatch(
-            {
-                owner.holder: depth
-                for owner, depth in zip(owners, depths[numbers].tolist(), strict=True)
-                if owner is not None
-            }
-        )
+        return PrefixMatch(NumberedRuns(self._names(), depths))
+
+    def _names(self) -> tuple[HolderId | None, ...]:
+        """Holders by number, one object until a number changes hands."""
+        if self._named is None:
+            self._named = tuple(None if owner is None else owner.holder for owner in self._owners)
+        return self._named
 
     def found(self, namespace: NamespaceId, block_hash: BlockHash, owners: Iterable[Owner]) -> None:
         """The entries of a block were read."""
@@ -169,6 +168,7 @@ class MirroredBlocks:
         numbers = self._holder_to_numbers.setdefault(owner.holder, {})
         if owner.incarnation in numbers:
             return numbers[owner.incarnation]
+        self._named = None
         if self._free:
             number = self._free.pop()
             self._owners[number] = owner
@@ -190,7 +190,7 @@ class MirroredBlocks:
         numbers = self._holder_to_numbers.get(owner.holder, {})
         number = numbers.pop(owner.incarnation, None)
         if number is not None:
-            self._owners[number], self._until_s[number] = None, NEVER_S
+            self._owners[number], self._until_s[number], self._named = None, NEVER_S, None
             self._dying.append(number)
         if not numbers:
             self._holder_to_numbers.pop(owner.holder, None)

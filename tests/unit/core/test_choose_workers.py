@@ -5,21 +5,31 @@ The costs are those of a small model on a CPU: 30 tokens take 120 ms, a running 
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_gateway import BLOCK_TOKENS, make_namespace, make_worker_record
 
 from headrace.core.block import CacheSource, HolderId, hash_prompt
-from headrace.core.candidate_costs import Snapshot
+from headrace.core.candidate_costs import CandidateCosts, Snapshot
 from headrace.core.choose_placement import TIE_S
-from headrace.core.choose_workers import NoWorker, Plan, RoutingRule, choose_workers, local_blocks, tokens_max
+from headrace.core.choose_workers import NoWorker, Plan, RoutingRule, choose_workers
 from headrace.core.decision import COST_TERMS, PlanReason, SettledBy
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, WorkerId
-from headrace.core.members import ASSUMED_COSTS, NO_MATCH, LearnedCosts, MeasuredLink, PrefixMatch, WorkerRole
+from headrace.core.limits import DECISION_PLANS_MAX
+from headrace.core.members import (
+    ASSUMED_COSTS,
+    NO_MATCH,
+    LearnedCosts,
+    MeasuredLink,
+    NumberedRuns,
+    PrefixMatch,
+    WorkerRole,
+)
 from headrace.core.step_costs import DecodeCost, PrefillCost
-from headrace.core.worker_columns import WorkerColumns
+from headrace.core.worker_columns import WorkerColumns, tokens_max
 
 RULE = RoutingRule(local_prefill_tokens=8)
 PREFILL = PrefillCost(base_s=0.02, tokens_per_s=300.0, attention_s=0.0)
@@ -153,6 +163,37 @@ def test_no_other_plan_that_was_allowed_costs_less_by_more_than_a_tie(request_, 
         assert all(decision.chosen.cost_s <= terms.cost_s + TIE_S for terms in alone)
 
 
+@given(requests(), snapshots(), st.integers(0, 3), st.randoms())
+def test_a_match_by_numbers_leads_to_the_same_plan_as_one_by_names(request_, snapshot, num_free, random):
+    """Fails when a mirror's numbers are taken for other workers, or for those of a listing before."""
+    named = snapshot.match.num_blocks_by_holder
+    holders = [*named, "worker:w0", "node:n0", "node:nobody", *(None for _ in range(num_free))]
+    random.shuffle(holders)  # who is in it twice is there under an older incarnation, with nothing
+    depths = [named.get(each, 0) if each not in holders[:at] else 0 for at, each in enumerate(holders)]
+    numbered = NumberedRuns(tuple(holders), np.array(depths, dtype=np.int32))
+    assert (dict(numbered), len(numbered)) == (named, len(named))
+    choose(request_, replace(snapshot, match=PrefixMatch(NumberedRuns(tuple(reversed(holders)), numbered.depths))))
+    assert choose(request_, replace(snapshot, match=PrefixMatch(numbered))) == choose(request_, snapshot)
+
+
+@given(requests(), snapshots())
+def test_the_plans_beside_the_chosen_one_are_the_next_best_in_order(request_, snapshot):
+    """Fails when an explanation shows a plan twice, out of order, or leaves out one that there was."""
+    outcome = choose(request_, snapshot)
+    if not isinstance(outcome, Plan):
+        return
+    decision = outcome.decision
+    plans = [(terms.prefill_worker, terms.decode_worker) for terms in (decision.chosen, *decision.others)]
+    assert len(set(plans)) == len(plans)
+    assert len(plans) >= min(decision.num_considered, DECISION_PLANS_MAX) - 1  # one may hand over to itself only
+    costs_s = [terms.cost_s for terms in decision.others]
+    assert costs_s == sorted(costs_s)
+    allowed = [decision.chosen, *(terms for terms in decision.others if not terms.barred)]
+    assert decision.least_compute_s == min(terms.compute_s for terms in allowed)
+    alone = {worker.worker_id for worker in able_to_decode(request_, snapshot)}
+    assert alone <= {decode for prefill, decode in plans if prefill is None} or len(plans) > DECISION_PLANS_MAX
+
+
 @given(requests(), snapshots(), st.permutations(range(6)))
 def test_the_choice_does_not_depend_on_the_order_of_the_table(request_, snapshot, order):
     """Fails when two gateways with the same facts decide differently."""
@@ -183,7 +224,7 @@ def test_a_worker_without_a_mapped_node_has_only_its_own_pool_at_hand():
     """Fails when a distant node's blocks count as shared memory."""
     match = make_match(node_n0=5)
     far, near = decoder("d0", store_node_near=False), decoder("d1")
-    assert (local_blocks(far, make_request(), match), local_blocks(near, make_request(), match)) == (0, 5)
+    assert CandidateCosts(make_request(), seen([far, near], match)).indexed_blocks.tolist() == [0, 5]
     plan = choose(
         make_request(cache=CacheControl(sources=frozenset({CacheSource.SHARED_MEMORY}))), seen([far, near], match)
     )

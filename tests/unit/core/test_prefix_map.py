@@ -34,6 +34,28 @@ def test_adding_and_removing_in_any_order_leaves_what_sets_would(steps: list[tup
     assert len(blocks) == max(model.values())
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.sets(st.integers(0, 20)), st.booleans()), max_size=20))
+def test_a_depth_is_where_the_holder_has_a_block_whatever_is_missing_before(steps):
+    """Fails when sets that are not closed under prefixes, as they are for a moment, name a block that nobody has."""
+    blocks, model = PrefixMap[int](), {holder: set() for holder in range(5)}
+    for holder, some, adds in steps:
+        (blocks.add if adds else blocks.remove)(holder, some)
+        model[holder] = model[holder] | some if adds else model[holder] - some
+    for holder, depth in enumerate(blocks.depths(range(21), 5).tolist()):
+        assert (0 in model[holder]) == (depth > 0)
+        assert depth == 0 or depth - 1 in model[holder]
+
+
+def test_blocks_that_the_same_holders_have_share_one_set():
+    """Fails when each block has a set of its own: a thousand holders' are 160 bytes."""
+    blocks = PrefixMap[int]()
+    for start in range(0, 4_000, 8):  # as they are published
+        for holder in range(1_000, 1_003):
+            blocks.add(holder, range(start, start + 8))
+    blocks.remove(1_001, range(2_000, 4_000))
+    assert len({id(holders) for holders in blocks._block_to_holders.values()}) == 2
+
+
 def test_a_holder_that_left_has_nothing():
     blocks = PrefixMap[str]()
     blocks.add(0, "abc")
@@ -58,6 +80,21 @@ def test_a_prediction_is_believed_until_its_end_and_while_another_of_the_same_bl
     assert predicted.depths("abcd", 3, now_s=5.0).tolist() == [0, 2, 0]
     assert not predicted.depths("abcd", 3, now_s=9.0).any()
     assert len(predicted) == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=12), st.lists(st.integers(0, 1), max_size=6))
+def test_predictions_that_part_at_different_places_each_count_as_far_as_they_go(chains, suffix):
+    """Fails when where one chain parts from the prompt is taken for where the next one does."""
+    predicted, hashed = PredictedBlocks[tuple[int, ...]](chains_max=20), lambda tokens: named([0, *tokens])
+    for holder, chain in enumerate(chains):
+        predicted.add(holder, hashed(chain), until_s=9.0)
+    depths = predicted.depths(hashed(suffix), len(chains), now_s=0.0).tolist()
+    assert depths == [sum(map(tuple.__eq__, hashed(chain), hashed(suffix))) for chain in chains]
+
+
+def named(tokens: list[int]) -> list[tuple[int, ...]]:
+    """A block's name stands for all before it."""
+    return [tuple(tokens[: end + 1]) for end in range(len(tokens))]
 
 
 def test_more_predictions_than_the_bound_end_early():

@@ -81,6 +81,19 @@ def test_own_plans_count_until_the_record_can_know_of_them(table, clock):
     assert queue_of(table) == pytest.approx(3.1)
 
 
+def test_plans_that_the_record_knows_of_are_forgotten(table, clock):
+    """Fails when a gateway walks over every request that is under way for each new one."""
+    table.plan_work(RequestId("known"), WorkerId("d0"), 3.0)
+    clock.seconds += 1
+    table.replace([make_worker_record("d0", queue_s=2.0, unix_ms=clock.unix_ms())])
+    table.plan_work(RequestId("new"), WorkerId("d0"), 1.0)
+    table.replace([make_worker_record("d0", queue_s=2.0, unix_ms=clock.unix_ms())])
+    assert list(table._planned) == ["new"]
+    assert queue_of(table) == pytest.approx(3.0)
+    table.end_work(RequestId("known"))
+    table.check_integrity()
+
+
 def test_work_that_is_done_or_given_up_counts_no_more(table):
     """Fails when a request's end leaves its work in the queue."""
     table.plan_work(RequestId("r"), WorkerId("d0"), 3.0)

@@ -116,3 +116,15 @@ def test_the_room_of_a_model_is_the_roomiest_decode_workers(table):
     """Fails when a pool smaller than the context is overlooked, or one small worker limits all."""
     table.replace([make_worker_record("d0", pool_blocks=10), make_worker_record("d1", pool_blocks=20)])
     assert table.served("tiny").tokens_max == 80
+
+
+def test_a_model_is_resolved_once_for_each_listing_but_for_who_is_suspect(table, clock):
+    """Fails when a listing that changed, a suspicion or its end is not seen, or when each request pays for the lot."""
+    served = table.served("tiny")
+    assert table.served("tiny") is served
+    table.suspect(WorkerId("d1"))
+    assert table.served("tiny").suspects == {"d1"}
+    clock.seconds += WORKER_SUSPECT_MS / 1000
+    assert table.served("tiny") is served
+    table.replace([D1])
+    assert table.served("tiny").workers == (D1,)
