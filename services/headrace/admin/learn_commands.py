@@ -17,6 +17,7 @@ EXPERIMENTS = {
     "memory": "The bytes of KV by the formula, and as they are.",
     "positions": "Why the same words elsewhere have other keys.",
     "paging": "Preallocated, grown and paged KV: what each wastes.",
+    "windows": "Layers that see only so far, and what a sequence then holds.",
     "codecs": "KV in half the bytes, and what that does to the next tokens.",
     "sharing": "What a common beginning saves.",
     "batching": "What decoding together buys, and what it costs in memory.",

@@ -5,7 +5,7 @@ The engine is made over a loaded model's pool, so nothing else may use the model
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -40,6 +40,7 @@ class Ran:
     seconds: float
     num_preemptions: int
     num_shared_blocks: int  # taken from another run of the same moment instead of being computed
+    held_blocks_max: int  # of the pool, at any event of a run
 
     @property
     def cached_tokens(self) -> int:
@@ -61,19 +62,33 @@ async def run_requests(
     engine = Engine(model, settings, clock=clock)
     engine.start()
     deadline = Deadline.after(RUN_TIMEOUT_S, clock)
-    started_s = time.perf_counter()
+    held_blocks_max, started_s = 0, time.perf_counter()
+
+    def on_event() -> None:
+        nonlocal held_blocks_max
+        held_blocks_max = max(held_blocks_max, engine.pool.num_blocks - engine.pool.available_blocks)
+
     try:
-        runs = [_run(engine, prompt, sampling=sampling, reuse=reuse, deadline=deadline) for prompt in prompts]
+        runs = [
+            _run(engine, prompt, sampling=sampling, reuse=reuse, deadline=deadline, on_event=on_event)
+            for prompt in prompts
+        ]
         answers = [await run for run in runs] if one_by_one else await asyncio.gather(*runs)
         seconds = time.perf_counter() - started_s
     finally:
         await engine.stop()
     engine.pool.check_integrity()
-    return Ran(tuple(answers), seconds, engine.steps.num_preemptions, engine.steps.num_shared_blocks)
+    return Ran(tuple(answers), seconds, engine.steps.num_preemptions, engine.steps.num_shared_blocks, held_blocks_max)
 
 
 async def _run(
-    engine: Engine, token_ids: Sequence[int], *, sampling: SamplingParams, reuse: bool, deadline: Deadline
+    engine: Engine,
+    token_ids: Sequence[int],
+    *,
+    sampling: SamplingParams,
+    reuse: bool,
+    deadline: Deadline,
+    on_event: Callable[[], None],
 ) -> Answer:
     namespace, block_tokens = engine.model.namespace, engine.model.kv.layout.block_tokens
     prompt = hash_prompt(namespace.id, token_ids, block_tokens=block_tokens, algorithm=namespace.hash_algorithm)
@@ -86,6 +101,7 @@ async def _run(
         engine.run(admission, cached_tokens=cached_tokens, sampling=sampling, leaves_blocks=reuse)
     ) as events:
         async for event in events:
+            on_event()
             match event:
                 case TokenDelta():
                     deltas.append(event)

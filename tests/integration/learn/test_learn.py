@@ -60,6 +60,13 @@ def test_paged_room_is_used_best_without_copies(model: Path):
     assert facts["longest_contiguous_tokens"] < facts["free_tokens"]
 
 
+def test_a_window_bounds_what_a_sequence_holds_and_changes_no_answer(model: Path):
+    facts = facts_of("windows", model)
+    assert facts["held_blocks_full"] >= facts["prompt_tokens"] // 16
+    assert facts["held_blocks_window"] <= 2 * 2 + 2
+    assert facts["same_answers"]
+
+
 def test_raw_loses_nothing_and_no_codec_drifts(model: Path):
     raw, *lossy = facts_of("codecs", model)["rows"]
     assert (raw["codec"], raw["kv_error"], raw["logit_error_mean"]) == ("raw", 0.0, 0.0)
