@@ -154,8 +154,9 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Wo
 def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
     """As `build_worker`, for a `LoadedModel` that the caller has loaded; it belongs to this worker from here on."""
     from headrace.engine.engine import Engine
+    from headrace.engine.load_drafter import load_drafter
     from headrace.index.redis_membership import RedisMembership
-    from headrace.telemetry.collectors import WorkerCollector
+    from headrace.telemetry.collectors import SpeculationCollector, WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
     from headrace.telemetry.metrics import Metrics, start_metrics_server
     from headrace.transfer.coded_pool import stored_pool
@@ -163,6 +164,8 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.transfer.worker import Worker as TransferWorker
 
     clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
+    drafter = load_drafter(model, config.model, config.engine, clock=clock, report=print) if role.decodes else None
+    engine = Engine(model, config.engine, clock=clock, drafter=drafter)
     host = host_id(config.store.arena_dir)
     membership = RedisMembership(config.index.redis_url, clock=clock)
     parts.push_async_callback(membership.close)
@@ -173,7 +176,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         worker_id=worker_id,
         role=role,
         host=host,
-        engine=Engine(model, config.engine, clock=clock),
+        engine=engine,
         pool=stored_pool(model.kv, model.namespace.layout),
         nodes=MeteredStoreNodes(table, metrics=metrics),
         node_table=table,
@@ -183,6 +186,8 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         metrics_port=server.port,
     )
     WorkerCollector(worker.record, metrics=metrics)
+    if drafter is not None:
+        SpeculationCollector(engine.speculation, metrics=metrics)
     return Worker(worker, role=role, parts=parts)
 
 

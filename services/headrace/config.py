@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from headrace.core.block import HashAlgorithm
+from headrace.core.draft_limits import DRAFT_TOKENS_MAX
 from headrace.core.errors import ConfigInvalid
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
@@ -51,6 +52,10 @@ class EngineSettings:
         "raw", "KV in the store and on the wire: raw, int8 or fp8; the latter two lose exactness (docs/codecs.md)."
     )
     context_tokens_max: int = setting(0, "Longest prompt plus output. 0: the model's own limit.")
+    speculation: str = setting(
+        "off", "Drafts of tokens: off, ngram (looked up in the sequence itself) or a small model's directory or hub id."
+    )
+    draft_tokens: int = setting(7, "Tokens of one draft, at most (docs/speculation.md).")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +257,8 @@ def _check(config: Config) -> None:
     for key in ("prefill_chunk_tokens", "batch_sequences_max"):
         if getattr(engine, key) < 1:
             raise ConfigInvalid(key, "must be at least 1")
+    if not 1 <= engine.draft_tokens <= DRAFT_TOKENS_MAX:
+        raise ConfigInvalid("draft_tokens", f"must lie in 1..{DRAFT_TOKENS_MAX}; speculation: off switches drafts off")
     if engine.context_tokens_max and engine.block_tokens > engine.context_tokens_max:
         raise ConfigInvalid("block_tokens", "must not exceed context_tokens_max")
     if engine.store_codec not in STORE_CODECS:

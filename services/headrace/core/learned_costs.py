@@ -18,6 +18,7 @@ from headrace.core.step_costs import DecodeCost, LinkCost, PrefillCost
 # neither flooded nor left idle for the second that it takes to know better.
 PRIOR_PREFILL = PrefillCost(base_s=0.005, tokens_per_s=4_000.0, attention_s=2e-9)
 PRIOR_DECODE = DecodeCost(base_s=0.010, sequence_s=0.5e-3, kv_token_s=100e-9)
+PRIOR_DRAFT_ROW_S = 0.25e-3  # of the same sequence: its KV is read anyway
 PRIOR_SHARED_MEMORY = LinkCost(bytes_per_s=4e9, round_trip_s=0.001)
 PRIOR_GRPC = LinkCost(bytes_per_s=1e9, round_trip_s=0.002)
 
@@ -63,17 +64,27 @@ class PrefillFit:
 class DecodeFit:
     """A worker's `DecodeCost`, from steps that gave every sequence of the batch one token."""
 
-    def __init__(self, prior: DecodeCost = PRIOR_DECODE) -> None:
-        self._fit = _Fit((prior.base_s, prior.sequence_s, prior.kv_token_s), memory=STEP_MEMORY)
+    def __init__(self, prior: DecodeCost = PRIOR_DECODE, *, prior_draft_row_s: float = 0.0) -> None:
+        """prior_draft_row_s: 0 where no step ever has rows of drafts."""
+        self._has_drafts = prior_draft_row_s > 0
+        drafts = (prior_draft_row_s,) if self._has_drafts else ()
+        self._fit = _Fit((prior.base_s, prior.sequence_s, prior.kv_token_s, *drafts), memory=STEP_MEMORY)
 
-    def add(self, sequences: int, kv_tokens: int, seconds: float) -> None:
-        """One step of a batch that read `kv_tokens` in all."""
+    def add(self, sequences: int, kv_tokens: int, seconds: float, *, draft_rows: int = 0) -> None:
+        """One step of a batch that read `kv_tokens` in all, and had `draft_rows` rows more than without drafts."""
+        assert self._has_drafts or not draft_rows
+        drafts = (float(draft_rows),) if self._has_drafts else ()
         if sequences > 0:
-            self._fit.add((1.0, float(sequences), float(kv_tokens)), seconds)
+            self._fit.add((1.0, float(sequences), float(kv_tokens), *drafts), seconds)
 
     def cost(self) -> DecodeCost:
-        """As known now."""
-        return DecodeCost(*self._fit.coefficients())
+        """Of steps without drafts, as known now."""
+        base_s, sequence_s, kv_token_s, *_ = self._fit.coefficients()
+        return DecodeCost(base_s, sequence_s, kv_token_s)
+
+    def draft_row_s(self) -> float:
+        """What a row for a draft makes a step longer, as known now."""
+        return self._fit.coefficients()[3] if self._has_drafts else 0.0
 
 
 class LinkFit:
@@ -155,7 +166,7 @@ class _Fit:
 
 
 def _least_squares_not_negative(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """The least of `x'Mx - 2v'x` over x >= 0, for a positive definite M of two or three rows: the best of all choices
+    """The least of `x'Mx - 2v'x` over x >= 0, for a positive definite M of a few rows: the best of all choices
     of which unknowns are 0."""
     size = len(vector)
     best, best_value = [0.0] * size, 0.0

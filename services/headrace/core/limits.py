@@ -1,4 +1,4 @@
-"""Every bound of the system, with its reason and arithmetic; those of the index and of events are in `index_limits.py`.
+"""Every bound of the system, with its reason and arithmetic; those of the index, of events and of drafts lie beside it.
 
 Deployment-dependent sizes are in `config.py` instead.
 """

@@ -17,13 +17,16 @@ from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import EvictReport, EvictSelector, SamplingParams
+from headrace.core.speculation_stats import SpeculationStats
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
 from headrace.engine.block_pool import BlockPool
+from headrace.engine.drafter import Drafter
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
 from headrace.engine.evict_device import evict_device
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run, RunLimits
 from headrace.engine.schedule_step import StepLimits
+from headrace.engine.speculation import Speculation
 from headrace.engine.step_loop import StepLoop, stopped
 from headrace.engine.step_times import EngineLoad, StepTimes
 from headrace.engine.turns import Turns
@@ -34,7 +37,10 @@ __all__ = ["Admission", "Engine", "EngineEvent", "EngineLoad", "FilledBlock", "R
 class Engine:
     """One model, one pool, one step thread. All methods belong to the event loop that called `start`."""
 
-    def __init__(self, model: LoadedModel, settings: EngineSettings, *, clock: Clock) -> None:
+    def __init__(
+        self, model: LoadedModel, settings: EngineSettings, *, clock: Clock, drafter: Drafter | None = None
+    ) -> None:
+        """drafter: proposes tokens for speculative decoding (`load_drafter`); None: there is none."""
         self.model = model
         self.kv = model.kv
         self.pool = BlockPool(model.kv.num_blocks, clock=clock, on_freed=self._on_freed)
@@ -46,7 +52,14 @@ class Engine:
             self.context_tokens_max = min(model.context_tokens_max, self.pool.num_blocks * self._block_tokens)
         self._run_limits = RunLimits(self.context_tokens_max, model.eos_token_ids)
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
-        self._times = StepTimes(chunk_tokens=settings.prefill_chunk_tokens)
+        self._times = StepTimes(
+            chunk_tokens=settings.prefill_chunk_tokens,
+            drafts=drafter is not None,
+            row_multiple=1 if drafter is None else model.runner.row_multiple,
+        )
+        self._speculation: Speculation | None = None
+        if drafter is not None:
+            self._speculation = Speculation(drafter, draft_tokens=settings.draft_tokens, times=self._times, clock=clock)
         self._turns = Turns(clock, prefill_cost=self._times.prefill_cost)
         self._queue = AdmissionQueue(
             self.pool,
@@ -66,6 +79,7 @@ class Engine:
             ),
             turns=self._turns,
             times=self._times,
+            speculation=self._speculation,
             clock=clock,
             on_blocks_free=self._queue.grant,
             on_ended=lambda: self._queue.fail(stopped()),
@@ -183,6 +197,10 @@ class Engine:
     def healthy(self) -> bool:
         """As StepLoop.healthy: busy is healthy."""
         return self.steps.healthy()
+
+    def speculation(self) -> SpeculationStats:
+        """What drafts came to since the start; nothing without a drafter. In any thread."""
+        return SpeculationStats() if self._speculation is None else self._speculation.stats
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from the pool what nobody uses now. The holder's name is the caller's to fill in."""

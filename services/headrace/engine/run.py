@@ -15,6 +15,7 @@ from headrace.core.key_window import KeyWindow
 from headrace.engine.admission_queue import Admission
 from headrace.engine.block_pool import Taken
 from headrace.engine.detokenize import TextStream, detokenize
+from headrace.engine.drafter import Draft, DraftWish
 from headrace.engine.event_stream import EventStream, FilledBlock, RunFinished
 from headrace.engine.model_runner import SequenceStep
 from headrace.engine.sample_token import Logits, sample_token
@@ -55,6 +56,7 @@ class Run:
         self.first_computed: int | None = None  # the first position that was ever computed for this run
         self._end_computed = 0  # and the end of what was
         self.leaves_blocks = leaves_blocks
+        self.draft = Draft()  # what might follow the newest token, to be computed with it
         self._sampling = sampling
         self._limits = limits
         self._hash_algorithm = hash_algorithm
@@ -78,6 +80,7 @@ class Run:
             wants_logits=samples,
             turn=self.turn,
             leader=self.leader,
+            num_drafts=len(self.draft.token_ids),
         )
 
     @property
@@ -86,6 +89,21 @@ class Run:
         samples = self._sampling is not None
         num_target = len(self._token_ids) if samples else len(self._hashed.chain) * self._hashed.block_tokens
         return num_target - self.num_computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is in the batch and lacks no more than its newest token."""
+        return self.in_batch and self._sampling is not None and self.num_missing == 1
+
+    def draft_wish(self, most: int) -> DraftWish | None:
+        """What a draft behind its newest token may be, of at most `most` tokens; None when no more than the next token
+        can come anyway, or nothing is sampled."""
+        if self._sampling is None:
+            return None
+        num_known = len(self._token_ids)
+        left = min(self._sampling.max_tokens - self.num_completion, self._limits.context_tokens_max - num_known)
+        most = min(most, left - 1)
+        return DraftWish(self.key, self._token_ids, self._num_prompt, self._sampling, most) if most > 0 else None
 
     @property
     def part(self) -> tuple[int, int]:
@@ -150,7 +168,7 @@ class Run:
         block_ids = list(self.block_ids)
         self.block_ids.clear()  # in place: the admission's own list says so too
         self.admission.first_block = 0
-        self.num_computed, self.in_batch = 0, False
+        self.num_computed, self.in_batch, self.draft = 0, False, Draft()
         return block_ids
 
     def resume(self, taken: Taken) -> None:
@@ -177,8 +195,9 @@ class Run:
     def step_of(self, rows: PlannedRows) -> SequenceStep:
         """What the model runner is asked to compute for these rows."""
         assert rows.start == self.num_computed
+        known = rows.stop - rows.num_drafts
         return SequenceStep(
-            token_ids=tuple(self._token_ids[rows.start : rows.stop]),
+            token_ids=(*self._token_ids[rows.start : known], *self.draft.token_ids[: rows.num_drafts]),
             start=rows.start,
             block_ids=tuple(self.block_ids),
             first_block=self.admission.first_block,
@@ -242,6 +261,11 @@ class Run:
     def finished(self, reason: FinishReason | None = None, text: str = "") -> RunFinished:
         """The run's last event, as things are now."""
         return RunFinished(reason, text, self.num_completion, num_reused_blocks=self.num_reused_blocks)
+
+    @property
+    def newest_token(self) -> int:
+        """The last token that is known."""
+        return self._token_ids[-1]
 
     @property
     def num_completion(self) -> int:

@@ -160,7 +160,11 @@ def _with_drafts(
     drafted = []
     for row in rows:
         sequence = by_key[row.key]
-        wanted = min(sequence.num_drafts, left) if _lacks_newest_only(sequence) and sequence.wants_logits else 0
+        wanted = (
+            min(sequence.num_drafts, left, limits.window.step_rows(1 + left) - 1)
+            if _lacks_newest_only(sequence) and sequence.wants_logits
+            else 0
+        )
         blocks = sequence.first_block + sequence.num_blocks + row.new_blocks
         more_blocks = min(max(0, spare_blocks), max(0, _blocks_for(row.stop + wanted, limits) - blocks))
         num_drafts = min(wanted, (blocks + more_blocks) * limits.block_tokens - row.stop)

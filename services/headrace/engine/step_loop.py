@@ -10,7 +10,7 @@ It knows nothing of admission's queue, of stores or of where loaded bytes came f
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from headrace.core.block import HashedPrompt
@@ -25,8 +25,9 @@ from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.run import Run
 from headrace.engine.sample_token import Logits
-from headrace.engine.schedule_step import Preempt, Resume, StepLimits, StepPlan, schedule_step
+from headrace.engine.schedule_step import PlannedRows, Preempt, Resume, StepLimits, StepPlan, schedule_step
 from headrace.engine.settle_turns import count_served, settle_turns
+from headrace.engine.speculation import Speculation
 from headrace.engine.step_times import StepTimes
 from headrace.engine.turns import Turns
 
@@ -42,6 +43,7 @@ class StepLoop:
         *,
         turns: Turns,
         times: StepTimes,
+        speculation: Speculation | None = None,
         clock: Clock,
         on_blocks_free: Callable[[], None],
         on_ended: Callable[[], None],
@@ -58,6 +60,7 @@ class StepLoop:
         self._limits = limits
         self._turns = turns
         self._times = times
+        self._speculation = speculation
         self._clock = clock
         self._on_blocks_free = on_blocks_free
         self._on_ended = on_ended
@@ -197,6 +200,8 @@ class StepLoop:
             self._take_computed(run)
             if run.prompt_is_computed:
                 self._end(run, run.finished())
+        if self._speculation is not None:
+            self._speculation.propose(self._runs.values())
         plan = self._plan()
         self._can_step = bool(plan.rows)
         if not plan.rows:
@@ -215,12 +220,13 @@ class StepLoop:
         self._failed_steps = 0
         self._times.add(plan.rows, self._clock.now_s() - started_s)
         count_served(runs, plan.rows, self._turns)
-        wanted = iter(logits.numpy())
+        if self._speculation is not None:
+            self._speculation.count_rows(self._times.draft_rows(plan.rows))
+        wanted: list[Logits] = list(logits.numpy())
         for run, rows in zip(runs, plan.rows, strict=True):
+            own, wanted = wanted[: rows.num_logits], wanted[rows.num_logits :]
             try:
-                self._share_blocks(run, run.computed(rows.stop))
-                self._pool.unref_all(run.pass_window(self._limits.window))
-                self._add_token(run, next(wanted) if rows.num_logits else None)
+                self._take_result(run, rows, own)
             except Exception as error:  # as above, but only this sequence is lost
                 self._fail(run, f"its engine could not take a step's result: {type(error).__name__}: {error}")
 
@@ -303,6 +309,29 @@ class StepLoop:
             self._pool.ref(filled.block_id)
             run.stream.send(filled)
 
+    def _take_result(self, run: Run, rows: PlannedRows, logits: Sequence[Logits]) -> None:
+        """Hand out what the rows brought, in the order in which as many steps of one row each would have brought it.
+
+        A draft's token is kept when it is what was chosen in its place, and then what follows it was computed behind
+        the right tokens. Whatever lies behind the first wrong one was never part of the sequence: its KV is written
+        over, since the run's computed positions end before it. logits: num_logits rows of [vocab].
+        """
+        draft, known = run.draft.token_ids[: rows.num_drafts], rows.stop - rows.num_drafts
+        accepted = tested = 0
+        self._share_blocks(run, run.computed(known))
+        self._add_token(run, logits[0] if rows.num_logits else None)
+        while accepted < len(draft) and run.key in self._runs:
+            tested += 1
+            if run.newest_token != draft[accepted]:
+                break
+            accepted += 1
+            self._turns.generated(run.admission.claim)
+            self._share_blocks(run, run.computed(known + accepted))
+            self._add_token(run, logits[accepted])
+        self._pool.unref_all(run.pass_window(self._limits.window))
+        if draft and self._speculation is not None:
+            self._speculation.settle(run, drafted=len(draft), tested=tested, accepted=accepted)
+
     def _add_token(self, run: Run, logits: Logits | None) -> None:
         """Choose and send the next token, if one is due, and end the run if it was the last thing wanted."""
         finished = run.finished() if run.prompt_is_computed else None
@@ -320,6 +349,8 @@ class StepLoop:
         if self._runs.pop(run.key, None) is None:
             return
         self._turns.leave(run.admission.claim)
+        if self._speculation is not None:
+            self._speculation.leave(run)
         self._publish_counts()
         with self._mail:
             run.admission.state = AdmissionState.RELEASED

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.core.block import HashedPrompt
-from headrace.core.learned_costs import PRIOR_DECODE, PRIOR_PREFILL, DecodeFit, PrefillFit
+from headrace.core.learned_costs import PRIOR_DECODE, PRIOR_DRAFT_ROW_S, PRIOR_PREFILL, DecodeFit, PrefillFit
 from headrace.core.step_costs import DecodeCost, PrefillCost
 from headrace.engine.admission_queue import Admission
 from headrace.engine.run import Run
@@ -52,29 +52,40 @@ class EngineLoad:
 class StepTimes:
     """The two fits of one engine, and the parts of prompts that it has yet to compute."""
 
-    def __init__(self, *, chunk_tokens: int) -> None:
-        """chunk_tokens: of prompts, in one step."""
+    def __init__(self, *, chunk_tokens: int, drafts: bool = False, row_multiple: int = 1) -> None:
+        """chunk_tokens: of prompts, in one step. drafts: whether rows of drafts are expected, too. row_multiple: a
+        step's rows are padded to a multiple of this."""
+        self.row_multiple = row_multiple
         self._chunk_tokens = chunk_tokens
         self._lock = threading.Lock()  # of the fits
         self._prefill = PrefillFit()
-        self._decode = DecodeFit()
+        self._decode = DecodeFit(prior_draft_row_s=PRIOR_DRAFT_ROW_S if drafts else 0.0)
         self._running: tuple[Part, ...] = ()  # replaced by the step thread
         self._coming: dict[object, Part] = {}  # waiting for blocks, or loaded and not run yet; the event loop's
 
     def add(self, rows: Sequence[PlannedRows], seconds: float) -> None:
-        """One step that computed these rows. A single row counts as a decoding sequence: it costs what one costs."""
-        stretches = [(row.stop - row.start, row.start) for row in rows if row.stop - row.start > 1]
+        """One step that computed these rows. A single row counts as a decoding sequence: it costs what one costs. So
+        does one with a draft behind it, whose rows cost extra."""
+        stretches = [(row.stop - row.start, row.start) for row in rows if row.stop - row.num_drafts - row.start > 1]
         sequences = len(rows) - len(stretches)
-        kv_tokens = sum(row.stop for row in rows if row.stop - row.start == 1)
+        kv_tokens = sum(row.stop - row.num_drafts for row in rows if row.stop - row.num_drafts - row.start == 1)
+        draft_rows = self.draft_rows(rows)
         with self._lock:
             if not stretches:
-                self._decode.add(sequences, kv_tokens, seconds)
+                self._decode.add(sequences, kv_tokens, seconds, draft_rows=draft_rows)
                 return
             if sequences:
                 decode = self._decode.cost()
                 beside_s = decode.sequence_s * sequences + decode.kv_token_s * kv_tokens
+                beside_s += self._decode.draft_row_s() * draft_rows
                 seconds = max(seconds - beside_s, PREFILL_SHARE_MIN * seconds)
             self._prefill.add(stretches, seconds)
+
+    def draft_rows(self, rows: Sequence[PlannedRows]) -> int:
+        """How many rows more such a step has for its drafts: only what goes beyond the padding is more."""
+        drafts = sum(row.num_drafts for row in rows)
+        num_rows = sum(row.stop - row.start for row in rows) - drafts
+        return drafts + -(num_rows + drafts) % self.row_multiple - -num_rows % self.row_multiple
 
     @contextmanager
     def waiting(self, prompt: HashedPrompt) -> Iterator[None]:
@@ -108,6 +119,16 @@ class StepTimes:
     def compute_s(self, start: int, end: int) -> float:
         """Predicted seconds to compute positions [start, end) of one sequence, chunk by chunk. In any thread."""
         return _chunked_s(self.prefill_cost(), start, end, self._chunk_tokens)
+
+    def decode_cost(self) -> DecodeCost:
+        """What decode steps cost, as known now, without drafts. In any thread."""
+        with self._lock:
+            return self._decode.cost()
+
+    def draft_row_s(self) -> float:
+        """What a row of a draft makes a step longer, as known now. In any thread."""
+        with self._lock:
+            return self._decode.draft_row_s()
 
     def read(self, submitted: Iterable[Run] = ()) -> WorkAhead:
         """As known now. submitted: runs that the step thread has not looked at yet."""

@@ -6,6 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from headrace.core.generation import HolderStat
 from headrace.core.members import WorkerRecord
+from headrace.core.speculation_stats import SpeculationStats
 from headrace.telemetry.metrics import Metrics
 
 
@@ -73,3 +74,30 @@ class WorkerCollector:
         blocks.add_metric([record.role, "free"], record.free_blocks)
         blocks.add_metric([record.role, "used"], record.pool_blocks - record.free_blocks)
         yield blocks
+
+
+class SpeculationCollector:
+    """What drafts of a worker's engine came to: tokens, and seconds gained and spent by its own measured step times."""
+
+    def __init__(self, stats: Callable[[], SpeculationStats], *, metrics: Metrics) -> None:
+        """Register with the process's metrics; `stats` is called in the scraping thread and must be safe there."""
+        self._stats = stats
+        metrics.registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for duplicates: the names are only declared here."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """One reading; acceptance is accepted over drafted tokens, net speed is what was gained over what it cost."""
+        stats = self._stats()
+        for name, text, value in (
+            ("headrace_engine_drafted_tokens", "Tokens of drafts that were computed.", stats.drafted_tokens),
+            ("headrace_engine_accepted_draft_tokens", "Of those, what the model chose itself.", stats.accepted_tokens),
+            ("headrace_engine_draft_gain_seconds", "What accepted tokens would have taken without.", stats.gain_s),
+            ("headrace_engine_draft_cost_seconds", "What drafts and their rows took.", stats.cost_s),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        yield GaugeMetricFamily(
+            "headrace_engine_drafter_failed", "1 after the drafter failed: no more drafts.", value=bool(stats.failure)
+        )

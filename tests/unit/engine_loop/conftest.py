@@ -17,6 +17,7 @@ from headrace.config import EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, HashedPrompt, hash_prompt
 from headrace.core.clock import Clock, Deadline, SystemClock
 from headrace.core.generation import SamplingParams, TokenDelta
+from headrace.engine.drafter import Drafter
 from headrace.engine.engine import Admission, Engine, FilledBlock, RunFinished
 from headrace.engine.load_model import LoadedModel, load_model
 
@@ -81,11 +82,12 @@ async def make_engine(tiny_model: LoadedModel) -> AsyncIterator[Callable[..., En
         usable_blocks: int = 64,
         wrap: Callable[[Any], Any] = lambda runner: runner,
         clock: Clock = CLOCK,
+        drafter: Drafter | None = None,
         **model_changes: Any,
     ) -> Engine:
         settings = EngineSettings(block_tokens=BLOCK_TOKENS, prefill_chunk_tokens=chunk, batch_sequences_max=batch)
         model = replace(tiny_model, runner=wrap(tiny_model.runner), **model_changes)
-        engine = Engine(model, settings, clock=clock)
+        engine = Engine(model, settings, clock=clock, drafter=drafter)
         unusable = engine.pool.num_blocks - usable_blocks
         engine.pool.take(unusable)
         engine.start()
