@@ -5,6 +5,7 @@ import click
 from headrace import __version__
 from headrace.admin.bench_commands import bench
 from headrace.admin.bench_simulator_command import simulator
+from headrace.admin.bench_speculation_command import speculation
 from headrace.admin.cache_commands import cache
 from headrace.admin.cache_details import show_block, why_miss
 from headrace.admin.chat import chat
@@ -51,6 +52,7 @@ for command in (
 ):
     cache.add_command(command)
 bench.add_command(simulator)
+bench.add_command(speculation)
 for command in (
     up,
     down,

@@ -45,6 +45,7 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "bench serve": (),
     "bench sweep": (*ENGINE_MODULES, "ray", "starlette"),
     "bench simulator": (*ENGINE_MODULES, "ray", "starlette"),
+    "bench speculation": ("torch", "transformers", "numpy"),
     "bench sweep --plot": ("matplotlib",),
     "simulate": ("numpy",),
     "simulate --plot": ("matplotlib",),

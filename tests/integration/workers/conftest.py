@@ -32,6 +32,7 @@ from headrace.core.generation import (
 from headrace.core.members import StoreNodeRecord, WorkerRole
 from headrace.core.ports import Membership
 from headrace.decode.decode_tokens import decode_tokens
+from headrace.engine.drafter import Drafter
 from headrace.engine.engine import Engine
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
@@ -207,6 +208,7 @@ async def make_worker(
         members: Membership | None = None,
         model: LoadedModel | None = None,
         role: WorkerRole = WorkerRole.BOTH,
+        drafter: Drafter | None = None,
     ) -> TestWorker:
         model = model or free_models.pop()
         block_tokens = model.namespace.layout.block_tokens
@@ -214,6 +216,7 @@ async def make_worker(
             model,
             EngineSettings(block_tokens=block_tokens, prefill_chunk_tokens=32, batch_sequences_max=8),
             clock=CLOCK,
+            drafter=drafter,
         )
         faults: list[CacheFault] = []
         host = host_id(tmp_path) if near else "elsewhere"
