@@ -1,11 +1,13 @@
 """Where a prompt is computed: the placement of least predicted cost in seconds, over all workers at once. Pure.
 
     T(g)    = max(T_queue(g) + C(own, lo), T_link(g) + bytes(lo, hi) / bandwidth + round trip) + C(hi, n)
-    cost(g) = T(g) + price x work(g) + interference x decodes(g) x work(g)
+    cost(g) = T(g) + (price + overtaken(g)) x work(g) + interference x decodes(g) x work(g)
 
 C is a worker's prefill cost, [own) what it has itself, [lo, hi) what it fetches while its queue drains and it computes
-[own, lo). `price` puts a value on GPU time when no worker is free: spare workers make it 0. Among placements within
-`TIE_S` of the best, the rendezvous hash of the first block that nobody holds decides, so that equal prompts meet.
+[own, lo). T_queue is what a worker computes before the prompt; those that wait there and are computed after it, since
+they rank behind it, wait for its work as well. `price` puts a value on GPU time when no worker is free: spare workers
+make it 0. Among placements within `TIE_S` of the best, the rendezvous hash of the first block that nobody holds
+decides, so that equal prompts meet.
 
 Knows arrays only: who the workers are, what the numbers came from and what happens next are the caller's.
 """
@@ -45,6 +47,7 @@ class Workers:
     own_tokens: Ints  # leading prompt tokens that each can use without a network
     cost: PrefillCost  # each field a float or [num_workers]
     ids: NDArray[np.uint64]  # stable random numbers that stand for the workers in the rendezvous hash
+    overtaken: Ints | int = 0  # prompts that wait there, and will wait for this one too
 
     def __len__(self) -> int:
         return len(self.queue_s)
@@ -72,7 +75,7 @@ class Scores:
     compute_s: Floats
     fetch_s: Floats
     ttft_s: Floats
-    price_s: Floats  # what the work costs others, by the price of GPU time
+    price_s: Floats  # what the work costs others, by the price of GPU time and by those that it overtakes
     interference_s: Floats  # ... and by what it takes from decodes beside it
     cost_s: Floats
 
@@ -138,7 +141,8 @@ def score_placements(
     rest = workers.cost.seconds(ends, prompt_tokens)
     ttft = np.maximum(workers.queue_s + head, fetch) + rest
     work = head + rest
-    weight = price + interference * workers.decodes
+    price_here = price + workers.overtaken
+    weight = price_here + interference * workers.decodes
     cost = ttft + weight * work
     best = _cheapest(cost, ends > starts, fetch_slack, copies) if fetch_slack else cost.argmin(axis=0)
     at = (best, np.arange(len(own)))
@@ -151,7 +155,7 @@ def score_placements(
         compute_s=work_s,
         fetch_s=fetch[at],
         ttft_s=ttft[at],
-        price_s=price * work_s,
+        price_s=price_here * work_s,
         interference_s=interference * workers.decodes * work_s,
         cost_s=cost[at],
     )

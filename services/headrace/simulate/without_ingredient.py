@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.core.choose_placement import Copy, Placement
 from headrace.simulate.baseline_policies import BASELINES, LeastWork, Mooncake
-from headrace.simulate.headrace_policy import HeadracePolicy
+from headrace.simulate.headrace_policy import HeadracePolicy, Queue
 from headrace.simulate.replay_routing import PolicyClass
 from headrace.simulate.simulated_fleet import QueueOrder, SimulatedRequest
 
@@ -32,6 +32,17 @@ class WithoutPredictions(HeadracePolicy):
         return np.zeros(self._fleet.model.num_workers, dtype=np.int32)
 
 
+class WithoutOvertaking(HeadracePolicy):
+    """A prompt counts all that waits as before it, and nobody as behind, whatever the order of workers is."""
+
+    name = "headrace-without-overtaking"
+
+    def queue_before(self, request: SimulatedRequest, depth: np.ndarray) -> Queue:
+        """All of every queue."""
+        queue_s = self._fleet.queue_s()
+        return Queue(queue_s, np.zeros(len(queue_s), dtype=np.int64))
+
+
 class FirstCome(HeadracePolicy):
     """Workers take prompts as they come."""
 
@@ -45,7 +56,7 @@ class AlwaysDisaggregated(HeadracePolicy):
     name = "headrace-always-disaggregated"
 
     def choose_decode(
-        self, request: SimulatedRequest, placed: Placement, *, depth: np.ndarray, queue_s: np.ndarray
+        self, request: SimulatedRequest, placed: Placement, *, depth: np.ndarray, queue: Queue
     ) -> tuple[int, float | None]:
         """The decode worker, which never computes the prompt itself."""
         return self.least_busy_decoder(), None
@@ -94,6 +105,7 @@ VARIANTS: dict[str, PolicyClass] = {
     for variant in (
         WithoutPrice,
         WithoutPredictions,
+        WithoutOvertaking,
         FirstCome,
         AlwaysDisaggregated,
         CopiesApart,
