@@ -7,6 +7,7 @@ import pytest
 
 from headrace.core.step_costs import DecodeCost, LinkCost, PrefillCost
 from headrace.simulate.cluster_model import PROFILES, ClusterModel, read_cluster
+from headrace.simulate.headrace_policy import HeadracePolicy
 from headrace.simulate.read_trace import Trace, TracedRequest
 from headrace.simulate.replay_routing import replay_routing, scale_to_load
 from headrace.simulate.routing_policies import ROUTING_POLICIES
