@@ -4,6 +4,7 @@ import click
 
 from headrace import __version__
 from headrace.admin.bench_commands import bench
+from headrace.admin.bench_engine_command import engine
 from headrace.admin.bench_simulator_command import simulator
 from headrace.admin.bench_speculation_command import speculation
 from headrace.admin.cache_commands import cache
@@ -51,6 +52,7 @@ for command in (
     import_blocks,
 ):
     cache.add_command(command)
+bench.add_command(engine)
 bench.add_command(simulator)
 bench.add_command(speculation)
 for command in (

@@ -44,6 +44,7 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "bench route": ("numpy",),
     "bench serve": (),
     "bench sweep": (*ENGINE_MODULES, "ray", "starlette"),
+    "bench engine": ("torch", "transformers", "numpy"),
     "bench simulator": (*ENGINE_MODULES, "ray", "starlette"),
     "bench speculation": ("torch", "transformers", "numpy"),
     "bench sweep --plot": ("matplotlib",),

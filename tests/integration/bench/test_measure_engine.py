@@ -1,0 +1,71 @@
+"""The measurement of steps, small: every row is there, its figures are of the same work, and the report says them."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from headrace.bench.measure_engine import Extent, measure_engine
+from headrace.config import load_config
+from headrace.core.errors import InvalidRequest
+from tests.unit.engine_model.tiny_models import make_model
+
+SMALL = Extent((64, 200, 4_096), (1, 3), (30, 150), steps=2, rounds=2, round_s_max=60.0)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny-llama")
+    make_model("llama", dtype=torch.bfloat16).save_pretrained(path)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
+    flags = {"model": str(path), "model_cache_dir": str(path / "cache"), "torch_threads": 1, "block_tokens": 16}
+    return load_config(flags, config_file=None)
+
+
+def test_every_kind_of_work_is_measured_beside_transformers_and_without_a_cache(config):
+    """Fails when a row is missing or a figure is in another unit; prompts that are too long are left out."""
+    said = []
+
+    report = measure_engine(config, report=said.append, extent=SMALL)
+
+    found = json.loads(json.dumps(report.as_json()))
+    places = [(row["what"], row["batch"], row["context"]) for row in found["rows"]]
+    assert places == [
+        ("prefill", 1, 64), ("prefill", 1, 200),
+        ("decode", 1, 30), ("decode", 3, 30), ("decode", 1, 150), ("decode", 3, 150),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        prefill = row["what"] == "prefill"
+        assert row["unit"] == ("tokens/s" if prefill else "ms/step")
+        assert row["ours"] > 0
+        assert row["transformers"] > 0
+        faster = row["ours"] / row["transformers"]
+        assert row["ratio"] == pytest.approx(faster if prefill else 1 / faster, rel=0.01)
+        assert (row["no_cache"] is None) == prefill
+        assert row["no_cache_is_extrapolated"] == (row["batch"] > 1)
+        assert row["vllm"] is None
+    alone = min(row["ours"] for row in found["rows"] if row["what"] == "decode" and row["batch"] == 1)
+    assert found["decode_floor_ratio"] == pytest.approx(alone / found["decode_floor_ms"], rel=0.01)
+    assert found["exact"]
+    assert any("round 2 of 2" in line for line in said)
+    assert all(len(cells) == len(columns) for _, columns, rows in report.tables() for cells in rows)
+
+
+def test_a_peer_is_asked_for_the_same_work_and_one_that_fails_says_with_which_words(config, tmp_path):
+    """Fails when a peer's figures land in other rows, or its failure passes for a measurement."""
+    peer = tmp_path / "python"
+    peer.write_text("#!/bin/sh\necho VERSION 1.2\necho 'FIGURE [\"decode\", 1, 30, 4.5]'\n", encoding="utf-8")
+    peer.chmod(peer.stat().st_mode | stat.S_IXUSR)
+    tiny = Extent((), (1,), (30,), steps=2, rounds=1, round_s_max=60.0)
+
+    report = measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(peer))
+
+    assert [row.vllm for row in report.rows] == [4.5]
+    assert report.vllm == "1.2"
+    assert report.tables()[0][1][-2:] == ["vllm", "times"]
+    with pytest.raises(InvalidRequest, match="did not run vLLM"):
+        measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(Path(os.devnull)))
