@@ -35,6 +35,7 @@ class ClusterModel:
     # Where the prompt was computed: 1, the first token is a decode step of its own, as the published studies count it;
     # 0, the prompt's last step gives it, as engines do.
     first_token_steps: int = 1
+    prefills_make_way: bool = False  # for a shorter prompt, between two steps, where the order is shortest first
     request_s: float = 0.0  # from a caller to a worker and back, beside all work
     prefill_chunk_tokens: int = 512  # of prompts, in one step: so much longer a decode step lasts beside a prefill
     interference: float = 0.02  # of a prefill's time, lost to each sequence that decodes beside it

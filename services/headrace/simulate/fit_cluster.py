@@ -64,6 +64,7 @@ def fit_cluster(listings: Sequence[Sequence[WorkerRecord]], given: FittedTo) -> 
         ttft_slo_s=given.ttft_slo_s,
         itl_slo_s=given.itl_slo_s,
         first_token_steps=0,
+        prefills_make_way=True,
         request_s=given.request_s,
         prefill_chunk_tokens=given.prefill_chunk_tokens,
         interference=beside_s / chunk_s,

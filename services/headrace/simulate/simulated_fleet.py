@@ -10,6 +10,7 @@ computed, all but the last block.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,6 +86,9 @@ class _Job:
     work_s: float
     fetched_s: float = 0.0  # when what it fetches is here
     ready_s: float = 0.0  # from when on computing would not wait for that
+    begun_s: float = 0.0  # when it was last taken
+    left_s: float | None = None  # what it takes yet, of one that was begun and made way
+    times_begun: int = 0
 
 
 @dataclass(slots=True)
@@ -215,6 +219,38 @@ class SimulatedFleet:
         self.pending_tokens[where] += request.input_tokens
         self.prefills[where] += 1
         heapq.heappush(self._workers[where].waiting, (self._rank(job), self.next_serial(), job))
+        self._make_way(where, job)
+        self._start_next(where)
+
+    def _make_way(self, where: int, job: _Job) -> None:
+        """Where workers do so, the prompt that is computed waits again, from the end of its step on, if the new one
+        ranks before what is left of it and memory has room for both."""
+        worker, model = self._workers[where], self.model
+        running = worker.running
+        if running is None or not model.prefills_make_way or self._order is QueueOrder.FIRST_COME:
+            return
+        step_s = model.prefill_chunk_tokens / float(model.prefill.tokens_per_s)
+        steps = math.floor((self.now_s - running.begun_s) / step_s) + 1
+        step_ends_s = running.begun_s + steps * step_s
+        left_s = float(self.run_end_s[where]) - step_ends_s
+        ranks_before = self._rank(job) < left_s + AGEING_PER_S * running.queued_s
+        if left_s <= 0 or not ranks_before or job.ready_s > step_ends_s:
+            return
+        if not worker.memory.fits(job.request.input_tokens):
+            return
+        running.left_s, running.work_s, running.ready_s = left_s, left_s, 0.0
+        self.run_end_s[where] = step_ends_s
+        self.pending_s[where] += left_s
+        begun = running.times_begun
+        self.at(step_ends_s, lambda: self._wait_again(where, running, begun))
+
+    def _wait_again(self, where: int, job: _Job, begun: int) -> None:
+        """The step is over in which it had to make way."""
+        if job.times_begun != begun:
+            return
+        job.times_begun += 1  # its end, as it was planned, is void
+        self._workers[where].running = None
+        heapq.heappush(self._workers[where].waiting, (self._rank(job), self.next_serial(), job))
         self._start_next(where)
 
     def _start_next(self, where: int) -> None:
@@ -224,12 +260,18 @@ class SimulatedFleet:
         job = self._take_ready(worker)
         worker.running = job
         self.pending_s[where] = max(0.0, self.pending_s[where] - job.work_s) if worker.waiting else 0.0
-        took_s = self._compute(where, worker, job)
+        if job.left_s is None:
+            took_s = self._compute(where, worker, job)
+            self.busy_s[where] += took_s
+        else:
+            took_s = job.left_s
+        job.begun_s = self.now_s
+        job.times_begun += 1
         self.run_end_s[where] = self.now_s + took_s
-        self.busy_s[where] += took_s
         if worker.batch is not None:
             worker.batch.prefill_runs(True)
-        self.at(self.run_end_s[where], lambda: self._computed(where, job))
+        begun = job.times_begun
+        self.at(self.run_end_s[where], lambda: self._computed(where, job, begun))
 
     def _take_ready(self, worker: _Worker) -> _Job:
         """The first that waiting for its fetch would not hold up; if all wait for theirs, the first."""
@@ -296,7 +338,9 @@ class SimulatedFleet:
         batch = self._workers[where].batch
         return 1.0 if batch is None else 1.0 + self.model.interference * batch.num_sequences
 
-    def _computed(self, where: int, job: _Job) -> None:
+    def _computed(self, where: int, job: _Job, begun: int) -> None:
+        if job.times_begun != begun:
+            return  # it made way before its end
         worker, request = self._workers[where], job.request
         worker.running = None
         self.prefills[where] -= 1

@@ -256,3 +256,30 @@ def test_a_prompt_goes_where_it_is_sooner_unless_more_prompts_wait_longer_for_it
     lengths = [length for _, length in before] + [1]
     fleet.run([make_request(n, 0.0, tuple(range(100 * n, 100 * n + k))) for n, k in enumerate(lengths)], route)
     assert found == [chosen]
+
+
+@pytest.mark.parametrize(("makes_way", "short_s", "long_s"), [(True, 0.174, 5.200), (False, 4.200, 5.050)])
+def test_a_long_prompt_makes_way_for_a_short_one_between_two_steps(makes_way: bool, short_s: float, long_s: float):
+    """5.05 s of work in steps of 0.512 s; a prompt of 0.15 s comes after one second and begins at 1.024 s."""
+    model = replace(ONE_EACH, prefill_workers=0, decode_workers=0, mixed_workers=1, first_token_steps=0)
+    model = replace(model, prefills_make_way=makes_way, interference=0.0)
+    fleet = SimulatedFleet(model, block_tokens=BLOCK, order=QueueOrder.SHORTEST_REMAINING)
+    requests = [make_request(0, 0.0, tuple(range(50)), output=1), make_request(1, 1.0, (99,), output=1)]
+    outcomes = fleet.run(requests, lambda request: RoutePlan(0, 0, request.input_tokens / 1_000))
+    found = {outcome.request.number: outcome.ttft_s for outcome in outcomes}
+    assert found == {0: pytest.approx(long_s), 1: pytest.approx(short_s)}
+    assert not fleet.pending_s.any()
+    assert fleet.busy_s[0] == pytest.approx(5.2)
+
+
+def test_prompts_that_make_way_again_and_again_all_end_and_nothing_is_left_behind():
+    """Fails for work that is counted twice, begun twice or lost, and for an end that comes although it is void."""
+    model = replace(read_cluster("h100-8b-pd"), prefills_make_way=True, first_token_steps=0)
+    requests = scale_to_load(make_trace(), model, load=1.2, tick_s=0.3, seed=3)
+    fleet = SimulatedFleet(model, block_tokens=BLOCK, order=QueueOrder.SHORTEST_REMAINING)
+    policy = HeadracePolicy(fleet)
+    outcomes = fleet.run(requests, policy.route)
+    assert sorted(outcome.request.number for outcome in outcomes) == list(range(len(requests)))
+    assert fleet.pending_s.tolist() == pytest.approx([0.0] * model.num_workers, abs=1e-9)
+    assert not fleet.prefills.any()
+    assert not fleet.pending_tokens.any()
