@@ -12,6 +12,9 @@ DRAFT_POOL_SEQUENCE_TOKENS = 2_048
 # costs 0.3 %, and a text that begins to repeat itself is noticed within a paragraph.
 DRAFT_RETRY_STEPS = 64
 
+# ... with so many tokens: with the newest one they fill a group of four rows, which is what rows are padded to on CPU.
+DRAFT_RETRY_TOKENS = 3
+
 # Tokens of one sequence in which its end is looked up for a draft: about 150 bytes each, so 16 sequences of 32,768 take
 # 80 MB at most. And how many earlier places of its last two tokens are compared, and how many tokens of each: 32
 # comparisons of 5 tokens take some 20 us.

@@ -120,12 +120,14 @@ class _Fit:
         self._moments = [[0.0] * size for _ in range(size)]  # of features over seconds
         self._sums = [0.0] * size
         self._outliers = 0  # in a row; below 0: shorter than expected
+        self._solved: tuple[float, ...] | None = None
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         """Take one observation; what no clock can have measured is left out."""
         if not (math.isfinite(seconds) and seconds > 0):
             return
         seconds = self._cut(features, seconds)
+        self._solved = None
         keep = self._memory
         self._weight = keep * self._weight + 1
         self._log_scale = keep * self._log_scale + math.log(seconds / _dot(self._prior, features))
@@ -150,6 +152,12 @@ class _Fit:
         return min(max(seconds, expected / CUT_RATIO), expected * CUT_RATIO)
 
     def coefficients(self) -> tuple[float, ...]:
+        """As known now; solved once after each observation, however often it is asked for."""
+        if self._solved is None:
+            self._solved = self._solve()
+        return self._solved
+
+    def _solve(self) -> tuple[float, ...]:
         """Least squares over coefficients >= 0, with the scaled prior as `PRIOR_WEIGHT` further observations."""
         if not self._weight:
             return self._prior

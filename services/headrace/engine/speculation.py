@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from headrace.core.clock import Clock
-from headrace.core.draft_limits import DRAFT_RETRY_STEPS
+from headrace.core.draft_limits import DRAFT_RETRY_STEPS, DRAFT_RETRY_TOKENS
 from headrace.core.speculation_stats import SpeculationStats
 from headrace.engine.choose_draft_lengths import DraftCandidate, DraftPrices, choose_draft_lengths
 from headrace.engine.drafter import Draft, Drafter, DraftWish
@@ -62,6 +62,7 @@ class Speculation:
         self._clock = clock
         self._runs: dict[int, _DraftedRun] = {}
         self._by_kind: dict[int, _Tally] = {}
+        self._steps_without = 0  # of any run that was tried again
         self._prices = DraftPrices(token_s=0.0, row_s=0.0, draft_token_s=0.0, row_multiple=1, num_rows=1)
         self.stats = SpeculationStats()
 
@@ -81,9 +82,7 @@ class Speculation:
         self._prices = self._prices_of(decoding)
         try:
             drafts = self._draft(list(wishes.values()))
-        except (
-            Exception
-        ) as error:  # whatever a draft model's code raises: what it would have spared is all that is lost
+        except Exception as error:  # whatever a draft model's code raises: all that is lost is what it would spare
             self.stats = replace(self.stats, failure=f"{type(error).__name__}: {error}")
             return
         for run in decoding:
@@ -94,12 +93,7 @@ class Speculation:
         of those right. The run may have ended meanwhile."""
         assert 0 <= accepted <= tested <= drafted
         own = self._runs.get(run.key)
-        tallies = (
-            [(self._by_kind, ENGINE_MEMORY)]
-            if own is None
-            else [(self._by_kind, ENGINE_MEMORY), (own.by_kind, RUN_MEMORY)]
-        )
-        for by_kind, memory in tallies:
+        for by_kind, memory in ((self._by_kind, ENGINE_MEMORY), (own.by_kind if own else {}, RUN_MEMORY)):
             by_kind.setdefault(run.draft.kind, _Tally()).add(right=accepted, tested=tested, memory=memory)
         stats = self.stats
         self.stats = replace(
@@ -155,16 +149,23 @@ class Speculation:
         candidates = []
         for key, kind, most in drafts:
             drafted_run = self._runs.setdefault(key, _DraftedRun())
-            if drafted_run.steps_without >= DRAFT_RETRY_STEPS:  # has it changed? What fills one group of rows tells
-                candidates.append(DraftCandidate(1.0, min(most, max(1, self._prices.row_multiple - 1))))
-            else:
-                candidates.append(DraftCandidate(self._probability(drafted_run, kind), most))
+            candidates.append(DraftCandidate(self._probability(drafted_run, kind), most))
         lengths = choose_draft_lengths(candidates, self._prices)
-        for (key, _, most), length in zip(drafts, lengths, strict=True):
+        self._steps_without += 1
+        for number, (key, _, most) in enumerate(drafts):
+            drafted_run = self._runs[key]
+            if lengths[number] == 0 < most and self._is_due(drafted_run):
+                lengths[number] = min(most, DRAFT_RETRY_TOKENS)
+                self._steps_without = 0
             if most:
-                drafted_run = self._runs[key]
-                drafted_run.steps_without = 0 if length else drafted_run.steps_without + 1
+                drafted_run.steps_without = 0 if lengths[number] else drafted_run.steps_without + 1
         return lengths
+
+    def _is_due(self, drafted_run: _DraftedRun) -> bool:
+        """Whether a run whose drafts do not pay is tried again now: what was so may have changed. Where a draft costs
+        time (and the sequence must be read first), only one run in so many steps."""
+        steps = drafted_run.steps_without
+        return min(steps, self._steps_without if self._drafter.costs_steps else steps) >= DRAFT_RETRY_STEPS
 
     def _probability(self, drafted_run: _DraftedRun, kind: int) -> float:
         """That a draft's next token is right: the run's own experience, and everybody's where it has little."""
