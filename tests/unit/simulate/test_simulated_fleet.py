@@ -265,7 +265,10 @@ def test_a_long_prompt_makes_way_for_a_short_one_between_two_steps(makes_way: bo
     model = replace(model, prefills_make_way=makes_way, interference=0.0)
     fleet = SimulatedFleet(model, block_tokens=BLOCK, order=QueueOrder.SHORTEST_REMAINING)
     requests = [make_request(0, 0.0, tuple(range(50)), output=1), make_request(1, 1.0, (99,), output=1)]
+    queued_s: list[float] = []
+    fleet.at(1.010, lambda: queued_s.append(fleet.queue_s()[0]))  # what is to make way counts as much as before
     outcomes = fleet.run(requests, lambda request: RoutePlan(0, 0, request.input_tokens / 1_000))
+    assert queued_s == pytest.approx([5.05 - 1.01 + 0.15])
     found = {outcome.request.number: outcome.ttft_s for outcome in outcomes}
     assert found == {0: pytest.approx(long_s), 1: pytest.approx(short_s)}
     assert not fleet.pending_s.any()
