@@ -90,6 +90,10 @@ class DirectStore:
         self._rates = rates
         self._lease_ends_s: dict[str, float] = {}
 
+    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """As BlockSource.held_blocks."""
+        return await self._call(lambda node: node.lookup(namespace, chain))
+
     async def lease_prefix(
         self,
         namespace: NamespaceId,

@@ -94,6 +94,10 @@ STORE_CALL_TIMEOUT_MS = 2_000
 # A whole load of a prefix may take at most this long before the rest is recomputed.
 LOAD_PREFIX_TIMEOUT_MS = 20_000
 
+# How often a load looks for a shorter prefix whose window is whole, when blocks vanish or are broken on the way. Each
+# time costs at most one window's transfer; a third failure in a row says that somebody is emptying the store.
+LOAD_WINDOW_ATTEMPTS = 3
+
 # Payload bytes that one load has received and not yet copied into the pool: enough to keep receiving while a copy runs
 # (32 MiB is 20 ms of copying at 1.5 GB/s), small enough that 16 loads at once stay at 512 MiB.
 LOAD_AHEAD_BYTES_MAX = 32 * 1024 * 1024

@@ -115,6 +115,11 @@ class BlockSource(Protocol):
         The leased blocks are kept by the longest of their own retention and this one."""
         ...
 
+    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """How many leading blocks of the chain the node holds, in memory or on disk: a hint, which keeps nothing and
+        counts as no use. One round trip. Raises StoreUnavailable."""
+        ...
+
     def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """Payloads of the leased blocks in order, as an async generator (close it to stop early). Each view is valid
         while the reader keeps it and the lease stands, so that copying may lag behind receiving. May raise

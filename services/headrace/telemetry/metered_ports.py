@@ -95,6 +95,10 @@ class MeteredBlockSource:
         self._source = source
         self._bytes = metrics.kv_transfer_bytes.labels(TransferDirection.LOAD, Tier.HOST, via)
 
+    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """As BlockSource.held_blocks."""
+        return await self._source.held_blocks(namespace, chain, deadline=deadline)
+
     async def lease_prefix(
         self,
         namespace: NamespaceId,

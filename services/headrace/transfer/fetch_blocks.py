@@ -91,6 +91,10 @@ class GrpcStore:
         self.record = record
         self._calls = StoreCalls(record, channels, clock)
 
+    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """As BlockSource.held_blocks."""
+        return await self._calls.lookup(namespace, chain, deadline=deadline)
+
     async def lease_prefix(
         self,
         namespace: NamespaceId,

@@ -75,25 +75,40 @@ async def await_first_block(
 ) -> CacheFault | None:
     """Until the first block of the prefill can be read, or its patience is over; holds nothing. What went wrong with
     the node, if anything."""
-    way = _way_to(hand_off.store_node, sources, nodes)
-    if way is None or hand_off.first_block >= len(prompt.chain):
-        return None
-    source = _source(way, hand_off.store_node, nodes)
-    if source is None:
-        return None
     try:
-        async with deadline.scope("waiting for the first block of a prefill"):
-            lease = await source.lease_prefix(
-                prompt.namespace,
-                prompt.chain[: hand_off.first_block + 1],
-                first_block=hand_off.first_block,
-                deadline=deadline,
-                wait_s=_patience_s(hand_off, deadline),
-            )
-        await finish(release_lease(source, lease))
+        await await_block(prompt, hand_off.first_block, hand_off, sources=sources, nodes=nodes, deadline=deadline)
     except CacheFault as fault:
         return fault
     return None
+
+
+async def await_block(
+    prompt: HashedPrompt,
+    index: int,
+    hand_off: HandOff,
+    *,
+    sources: frozenset[CacheSource],
+    nodes: StoreNodes,
+    deadline: Deadline,
+) -> bool:
+    """Until this block of the prefill can be read, or its patience is over; holds nothing. Whether it is there.
+    Raises CacheFault."""
+    way = _way_to(hand_off.store_node, sources, nodes)
+    if way is None or index >= len(prompt.chain):
+        return False
+    source = _source(way, hand_off.store_node, nodes)
+    if source is None:
+        return False
+    async with deadline.scope("waiting for a block of a prefill"):
+        lease = await source.lease_prefix(
+            prompt.namespace,
+            prompt.chain[: index + 1],
+            first_block=index,
+            deadline=deadline,
+            wait_s=_patience_s(hand_off, deadline),
+        )
+    await finish(release_lease(source, lease))
+    return bool(lease.headers)
 
 
 def _way_to(node_id: str, sources: frozenset[CacheSource], nodes: StoreNodes) -> CacheSource | None:

@@ -28,6 +28,10 @@ class SharedMemoryStore:
         self._arena: ArenaView | None = None
         self._lease_ends_s: dict[str, float] = {}  # leases held through this adapter, by this process's clock
 
+    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """As BlockSource.held_blocks."""
+        return await self._calls.lookup(namespace, chain, deadline=deadline)
+
     async def lease_prefix(
         self,
         namespace: NamespaceId,

@@ -44,6 +44,15 @@ class StoreCalls:
         self._num_claims = 0
         self._telling: set[asyncio.Task[None]] = set()  # releases under way; each ends by its own time limit
 
+    async def lookup(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """How many leading blocks of the chain the node holds. Raises StoreUnavailable."""
+        sent = chain[:CHAIN_BLOCKS_MAX]
+        if not sent:
+            return 0
+        request = pb.LookupRequest(namespace=namespace, chain=b"".join(sent), hash_bytes=len(sent[0]))
+        reply = await self._call(self._stub.Lookup, request, deadline)
+        return min(int(reply.num_blocks), len(sent))
+
     async def lease(
         self,
         namespace: NamespaceId,

@@ -195,6 +195,11 @@ class _WatchedStore:
         self._store = store
         self._health = health
 
+    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """As BlockSource.held_blocks."""
+        with self._health.watched():
+            return await self._store.held_blocks(namespace, chain, deadline=deadline)
+
     async def lease_prefix(
         self,
         namespace: NamespaceId,

@@ -46,6 +46,7 @@ from headrace.engine.list_device import list_device
 from headrace.transfer.device_expiry import DeviceExpiry
 from headrace.transfer.follow_prefill import await_first_block, follow_prefill
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, load_prefix
+from headrace.transfer.load_window import WindowTable, load_window
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.timed_nodes import TimedStoreNodes
@@ -72,8 +73,9 @@ class HeldPrefix:
 
     @property
     def is_stored_here(self) -> bool:
-        """Whether every reused block was read just now from the node to which the others are published."""
-        return self.sink_is_local and all(source is CacheSource.SHARED_MEMORY for source in self.sources)
+        """Whether the reused blocks are all in the node to which the others are published: the last one was read there
+        just now, and a node keeps no block without its parent."""
+        return self.sink_is_local and all(source is CacheSource.SHARED_MEMORY for source in self.sources[-1:])
 
 
 class Worker:
@@ -272,8 +274,6 @@ class Worker:
             )
             try:
                 num_device = min(admission.num_device_blocks, reusable_blocks)
-                if self.engine.window.bounded:
-                    reusable_blocks = num_device
                 plan = LoadPlan(
                     first_block=num_device,
                     end_block=reusable_blocks,
@@ -283,7 +283,7 @@ class Worker:
                     budget=self._budget(request, range(num_device, reusable_blocks), hint_nodes),
                 )
                 admitted_s = self.clock.now_s()
-                loaded = await self._load(admission, plan, hand_off, deadline)
+                loaded = await self._load(request, admission, plan, hand_off, deadline)
                 waiting.close()
                 held = HeldPrefix(
                     admission,
@@ -315,19 +315,39 @@ class Worker:
         )
 
     async def _load(
-        self, admission: Admission, plan: LoadPlan, hand_off: HandOff | None, deadline: Deadline
+        self,
+        request: GenerateRequest,
+        admission: Admission,
+        plan: LoadPlan,
+        hand_off: HandOff | None,
+        deadline: Deadline,
     ) -> LoadedPrefix:
-        """As `load_prefix` or `follow_prefill`; faults are reported."""
-        load = load_prefix if hand_off is None else functools.partial(follow_prefill, hand_off=hand_off)
-        loaded = await load(
-            admission.prompt,
-            admission.block_ids,
-            plan=plan,
-            layout=self.layout,
-            nodes=self._timed_nodes,
-            pool=self._pool,
-            deadline=deadline,
-        )
+        """As `load_prefix` or `follow_prefill`, or by `load_window` what the model reads of it; faults are reported."""
+        if self.engine.window.bounded:
+            table = WindowTable(tuple(admission.block_ids), admission.first_block, self.engine.window)
+            loaded, table = await load_window(
+                admission.prompt,
+                table,
+                plan=plan,
+                budget=lambda blocks: self._budget(request, blocks, plan.hint_nodes),
+                hand_off=hand_off,
+                layout=self.layout,
+                nodes=self._timed_nodes,
+                pool=self._pool,
+                deadline=deadline,
+            )
+            self.engine.move_table(admission, table.block_ids, first_block=table.first_block)
+        else:
+            load = load_prefix if hand_off is None else functools.partial(follow_prefill, hand_off=hand_off)
+            loaded = await load(
+                admission.prompt,
+                admission.block_ids,
+                plan=plan,
+                layout=self.layout,
+                nodes=self._timed_nodes,
+                pool=self._pool,
+                deadline=deadline,
+            )
         for fault in loaded.faults:
             self.report_fault(fault)
         return loaded
