@@ -21,6 +21,7 @@ from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 STORE_CODECS = ("raw", "int8", "fp8")
+POOL_CODECS = {"raw": "raw", "int8": "int8_token", "fp8": "fp8_token"}  # setting -> KvLayout.codec
 
 
 def setting(default: Any, help: str) -> Any:
@@ -50,6 +51,9 @@ class EngineSettings:
     batch_sequences_max: int = setting(16, "Sequences decoded together in one step, at most.")
     store_codec: str = setting(
         "raw", "KV in the store and on the wire: raw, int8 or fp8; the latter two lose exactness (docs/codecs.md)."
+    )
+    pool_codec: str = setting(
+        "raw", "KV in the workers' own pools: raw, int8 or fp8; the store then keeps the pool's bytes (docs/codecs.md)."
     )
     context_tokens_max: int = setting(0, "Longest prompt plus output. 0: the model's own limit.")
     speculation: str = setting(
@@ -263,6 +267,10 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("block_tokens", "must not exceed context_tokens_max")
     if engine.store_codec not in STORE_CODECS:
         raise ConfigInvalid("store_codec", f"must be one of {', '.join(STORE_CODECS)}")
+    if engine.pool_codec not in POOL_CODECS:
+        raise ConfigInvalid("pool_codec", f"must be one of {', '.join(POOL_CODECS)}")
+    if engine.pool_codec != "raw" and engine.store_codec != "raw":
+        raise ConfigInvalid("store_codec", "must be raw with a pool_codec: the store keeps what the pool has, as it is")
     if config.store.arena_mb < 1:
         raise ConfigInvalid("arena_mb", "must be at least 1")
     if not 0 <= config.store.free_share <= 0.5:

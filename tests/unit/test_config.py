@@ -42,6 +42,15 @@ def test_a_codec_that_no_store_has_is_refused_by_name(value):
         load_config({"store_codec": value}, environ={})
 
 
+def test_a_pool_has_a_codec_or_its_store_and_never_both():
+    """What was quantised once would lose twice."""
+    with pytest.raises(ConfigInvalid, match="pool_codec"):
+        load_config({"pool_codec": "int4"}, environ={})
+    with pytest.raises(ConfigInvalid, match="store_codec"):
+        load_config({"pool_codec": "int8", "store_codec": "int8"}, environ={})
+    assert load_config({"pool_codec": "fp8"}, environ={}).engine.pool_codec == "fp8"
+
+
 def test_unknown_keys_are_refused_by_name(tmp_path):
     file = tmp_path / "headrace.yaml"
     file.write_text("arena_gb: 10\n")

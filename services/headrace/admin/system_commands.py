@@ -27,7 +27,8 @@ from headrace.admin.terminal import (
     say,
 )
 from headrace.client import SystemStatus
-from headrace.config import STORE_CODECS, Config, load_config
+from headrace.config import Config, load_config
+from headrace.core.block import KvCodec
 from headrace.core.errors import ConfigInvalid
 
 # What a command cannot do without, beyond the base install. Looked for before anything starts: a part that runs in a
@@ -83,7 +84,7 @@ def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None
     launch_local = load_function("headrace_cluster.launch_local:launch_local", command="up", extra="all")
     config = load_config(flags, config_file=config_file)
     state = launch_local(config, report=say)
-    if config.engine.store_codec != "raw":
+    if (config.engine.store_codec, config.engine.pool_codec) != ("raw", "raw"):
         describe_codec = load_function("headrace.engine.load_model:describe_codec", command="up", extra="all")
         say(describe_codec(config.model, config.engine, report=say))
     if as_json:
@@ -208,7 +209,10 @@ def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_o
 )
 @click.option("--plot", type=click.Path(dir_okay=False), default="headrace-verify.png", help="Where the plot goes.")
 @click.option(
-    "--codec", type=click.Choice(STORE_CODECS[1:]), default=None, help="Measure what this KV codec loses, instead."
+    "--codec",
+    type=click.Choice([codec.value for codec in KvCodec if codec is not KvCodec.RAW]),
+    default=None,
+    help="Measure what this KV codec loses, instead: of a store, or of a pool (_token).",
 )
 @json_option
 def verify(
@@ -234,6 +238,7 @@ def verify(
       headrace verify
       headrace verify --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 100 --json
       headrace verify --codec int8
+      headrace verify --pool-codec int8
     """
     # Before torch is imported: several workers share the cores, and threads that spin while they wait take them away.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -151,10 +151,8 @@ def paged_attention(
         context.causal &= bool(getattr(module, "is_causal", True))
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
 
-    layer_pool = context.kv.pool[layer]  # [2, kv_heads, blocks, block_tokens, head_dim]
-    num_rows, kv_heads = context.slots.shape[0], layer_pool.shape[1]
-    layer_pool[0].flatten(1, 2)[:, context.slots] = key[0, :, :num_rows]
-    layer_pool[1].flatten(1, 2)[:, context.slots] = value[0, :, :num_rows]
+    num_rows, kv_heads = context.slots.shape[0], key.shape[1]
+    context.kv.write_rows(layer, context.slots, key[0, :, :num_rows], value[0, :, :num_rows])
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     pieces = context.pieces.get(sliding_window)
     if pieces is None:
@@ -166,7 +164,7 @@ def paged_attention(
     for piece in pieces:
         if piece.span_index != gathered_index:
             gathered_index = piece.span_index
-            gathered = _gather(layer_pool, context.spans[gathered_index], piece.keys.start)
+            gathered = _gather(context.kv, layer, context.spans[gathered_index], piece.keys.start)
             first_key = piece.keys.start
         keys, values = gathered[:, :, piece.keys.start - first_key : piece.keys.stop - first_key]
         # [kv_heads, rows * group, head_dim], then padded to the mask's rows
@@ -180,11 +178,11 @@ def paged_attention(
     return output.flatten(1, 2).unsqueeze(0), None
 
 
-def _gather(layer_pool: torch.Tensor, span: SequenceSpan, first_key: int) -> torch.Tensor:
+def _gather(kv: PagedKV, layer: int, span: SequenceSpan, first_key: int) -> torch.Tensor:
     """A copy of one sequence's K and V of one layer from position `first_key` on, [2, kv_heads, keys, head_dim]; zero
     behind the sequence's end and before the first key that is there."""
-    first_block, offset = divmod(first_key, layer_pool.shape[3])
-    gathered = layer_pool.index_select(2, span.block_table[first_block:]).flatten(2, 3)
+    first_block, offset = divmod(first_key, kv.layout.block_tokens)
+    gathered = kv.gather(layer, span.block_table[first_block:])
     if offset:  # a block size that the grid is no multiple of; copied, since alignment may change bits
         gathered = gathered[:, :, offset:].contiguous()
     if span.end - first_key < gathered.shape[2]:
@@ -234,8 +232,8 @@ def _plan_pieces(context: StepContext, heads: int, window: int | None) -> list[P
                     rows=slice(span.row + first - span.start, span.row + last - span.start),
                     keys=keys,
                     mask=mask,
-                    scores=context.scratch.take("scores", shape, context.kv.pool),
-                    weights=context.scratch.take("weights", shape, context.kv.pool),
+                    scores=context.scratch.take("scores", shape, mask),
+                    weights=context.scratch.take("weights", shape, mask),
                 )
             )
             first = last
@@ -262,4 +260,4 @@ def _mask(context: StepContext, rows: range, keys: slice, *, group: int, window:
     if window is not None:
         hidden |= positions <= queries - window
     hidden = pad(hidden, (0, 0, 0, -hidden.shape[0] % HEAD_ROWS))
-    return torch.zeros(hidden.shape, dtype=context.kv.pool.dtype, device=device).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=context.kv.dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import EngineSettings, ModelSettings
+from headrace.config import POOL_CODECS, EngineSettings, ModelSettings
 from headrace.engine.convert_gguf import model_cache_dir
 from headrace.engine.model_digests import read_check, weights_digest, write_check
 
@@ -48,12 +48,15 @@ def codec_line(settings: ModelSettings, engine: EngineSettings, path: Path) -> s
         return ""
     bound = read_bound(settings, engine, path, codec=codec)
     measured = bound.line() if bound else f"not measured for this model here: headrace verify --codec {codec}"
-    return f"KV codec {codec} of the store: what is reused from it is not exact; {measured}"
+    if engine.pool_codec == "raw":
+        return f"KV codec {codec} of the store: what is reused from it is not exact; {measured}"
+    return f"KV codec {codec} of the pool: reuse changes nothing, but answers are not those of raw KV; {measured}"
 
 
 def lossy_codec(engine: EngineSettings) -> str | None:
-    """The codec in which these settings keep KV, when it is not the model's own numbers."""
-    return None if engine.store_codec == "raw" else engine.store_codec
+    """The codec (KvLayout.codec) in which these settings keep KV, when it is not the model's own numbers."""
+    codec = POOL_CODECS[engine.pool_codec] if engine.store_codec == "raw" else engine.store_codec
+    return None if codec == "raw" else codec
 
 
 def read_bound(settings: ModelSettings, engine: EngineSettings, path: Path, *, codec: str) -> CodecBound | None:

@@ -16,7 +16,9 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from headrace.config import DEFAULT_MODEL, EngineSettings, ModelSettings
+from headrace.blocks import kv_codecs
+from headrace.blocks.kv_codecs import TORCH_DTYPES
+from headrace.config import DEFAULT_MODEL, POOL_CODECS, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.errors import ConfigInvalid, ModelRefused
 from headrace.core.key_window import KeyWindow, model_window
@@ -37,7 +39,7 @@ from headrace.engine.model_families import MIXTURE_OF_EXPERTS, check_family
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.numerics_probe import ROW_MULTIPLES, find_row_multiple, probe_numerics, probe_runner
 from headrace.engine.packed_linear import pack_linears
-from headrace.engine.paged_kv import TORCH_DTYPES, PagedKV
+from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes, windows_line
 
 TORCH_THREADS_MAX = 4  # what `torch_threads: 0` means at most; more workers on a host serve it better than more threads
@@ -85,7 +87,7 @@ def load_model(
     register_attention()
     model = _read_weights(name, path, settings)
     shapes = probe_shapes(model)
-    layout = _kv_layout(name, model, shapes, engine.block_tokens)
+    layout = _kv_layout(name, model, shapes, engine)
     window = model_window(shapes.windows.values(), block_tokens=engine.block_tokens)
     if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max)) is not None:
         report(f"{name}: {windowed}")
@@ -102,7 +104,7 @@ def load_model(
         weights=weights,
         report=report,
     )
-    exact = numerics.exact and lossy_codec(engine) is None
+    exact = numerics.exact and engine.store_codec == "raw"
     if lossy_codec(engine) is not None:
         report(f"{name}: {codec_line(settings, engine, path)}")
     try:
@@ -120,7 +122,7 @@ def load_model(
             weights_digest=weights,
             tokenizer_digest=tokenizer_digest(path),
             adapter_digest="",
-            layout=replace(layout, codec=engine.store_codec),
+            layout=layout if engine.store_codec == "raw" else replace(layout, codec=engine.store_codec),
             position_digest=position_digest(config, shapes.windows),
             numerics_probe=numerics.digest if exact else "",
             hash_algorithm=hash_algorithm,
@@ -189,8 +191,8 @@ def _read_weights(name: str, path: Path, settings: ModelSettings) -> PreTrainedM
     return model.to(device)
 
 
-def _kv_layout(name: str, model: PreTrainedModel, shapes: ShapeProbe, block_tokens: int) -> KvLayout:
-    """The block layout from what the layers made; every layer must make the same."""
+def _kv_layout(name: str, model: PreTrainedModel, shapes: ShapeProbe, engine: EngineSettings) -> KvLayout:
+    """The pool's block layout from what the layers made; every layer must make the same."""
     if sorted(shapes.shapes) != list(range(model.config.num_hidden_layers)) or not shapes.causal:
         raise ModelRefused(name, "not every layer is causal attention through transformers' attention interface")
     if len(set(shapes.shapes.values())) != 1:
@@ -201,7 +203,9 @@ def _kv_layout(name: str, model: PreTrainedModel, shapes: ShapeProbe, block_toke
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in TORCH_DTYPES:
         raise ModelRefused(name, f"number format {dtype} is not served; set dtype to {', '.join(TORCH_DTYPES)}")
-    return KvLayout(dtype, len(shapes.shapes), kv_heads, key_dim, block_tokens)
+    return KvLayout(
+        dtype, len(shapes.shapes), kv_heads, key_dim, engine.block_tokens, codec=POOL_CODECS[engine.pool_codec]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,7 @@ def _check_numerics(
         "config": config.to_dict(),
         "layout": layout.shape,
         "dtype": layout.dtype,
+        "codec": layout.codec,
         "device": model.device.type,
         "threads": threads,
         "exact": settings.exact,
@@ -294,5 +299,5 @@ def _processor() -> str:
 
 def _code_digest() -> str:
     """Digest of the files whose change may change bits or their check."""
-    files = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE_FILES]
-    return hashlib.sha256(b"\0".join(files)).hexdigest()[:32]
+    files = [*(Path(__file__).with_name(f"{name}.py") for name in CODE_FILES), Path(kv_codecs.__file__)]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:32]

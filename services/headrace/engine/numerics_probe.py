@@ -6,7 +6,7 @@ numbers are right (`compare_forward.py` does).
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -54,7 +54,7 @@ def probe_numerics(runner: ModelRunner) -> str:
     prompt = _tokens(PROBE_TOKENS, runner, salt=1)
     table = list(range(-(-len(prompt) // runner.kv.layout.block_tokens)))
     runner.run_step([SequenceStep(prompt, 0, table, 0)])
-    return hashlib.sha256(_kv_bytes(runner, table, len(prompt))).hexdigest()[:32]
+    return hashlib.sha256(runner.kv.bytes_in_order(table, len(prompt))).hexdigest()[:32]
 
 
 def _runs_agree(runner: ModelRunner) -> bool:
@@ -77,19 +77,19 @@ def _runs_agree(runner: ModelRunner) -> bool:
 
     middle, end = TILE + 1, PROBE_TOKENS
     whole = runner.run_step([piece(0, end)])[0]
-    whole_kv = _kv_bytes(runner, table, end)
+    whole_kv = runner.kv.bytes_in_order(table, end)
     alone = runner.run_step([stranger(0, 0, 30)])[0]
 
     cuts = (0, 77, TILE, middle, middle + 1, middle + 6, end - 1, end)
     ragged = [runner.run_step([piece(a, b)])[0] for a, b in pairwise(cuts)]
-    if _kv_bytes(runner, table, end) != whole_kv or not torch.equal(ragged[-1], whole):
+    if runner.kv.bytes_in_order(table, end) != whole_kv or not torch.equal(ragged[-1], whole):
         return False
 
     first = runner.run_step([stranger(0, 0, 30), piece(0, TILE)])
     second = runner.run_step([piece(TILE, middle), stranger(0, 30, 31), stranger(1, 0, STRANGER_TOKENS)])
     third = runner.run_step([stranger(0, 31, 32), piece(middle, end)])
     return (
-        _kv_bytes(runner, table, end) == whole_kv
+        runner.kv.bytes_in_order(table, end) == whole_kv
         and torch.equal(first[0], alone)
         and torch.equal(first[1], ragged[1])
         and torch.equal(second[0], ragged[2])
@@ -124,13 +124,6 @@ def _distinct_linears(model: nn.Module) -> Iterator[nn.Linear | PackedLinear]:
             if shape not in seen:
                 seen.add(shape)
                 yield module
-
-
-def _kv_bytes(runner: ModelRunner, table: Sequence[int], num_tokens: int) -> bytes:
-    """A sequence's KV in token order, `[num_layers, 2, num_kv_heads, num_tokens, head_dim]`."""
-    blocks = torch.tensor(table, device=runner.kv.device)
-    in_order = runner.kv.pool.index_select(3, blocks).flatten(3, 4)[:, :, :, :num_tokens]
-    return in_order.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _tokens(count: int, runner: ModelRunner, *, salt: int) -> tuple[int, ...]:

@@ -9,50 +9,91 @@ lie side by side, so that attention gathers a sequence's keys of one layer by on
 and gets them in the shape that it multiplies. A block in payload layout is then `num_layers x 2 x num_kv_heads`
 contiguous runs of `block_tokens x head_dim` elements.
 
+A quantised pool holds codes in that tensor and beside it one scale for each row of a token and head,
+`[num_layers, 2, num_kv_heads, num_blocks, block_tokens]`. A row is quantised as it is written and everybody reads what
+was written, also the step that wrote it: so a row's bits depend on its own numbers only, however a prompt was cut.
+
 Copies run in numpy and xxhash, which let go of the interpreter lock for large inputs, so that they run beside the step.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from headrace.core.block import KvLayout
-
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from headrace.blocks.kv_codecs import TORCH_DTYPES, decode_rows, encode_rows
+from headrace.core.block import KvCodec, KvLayout
 
 
 class PagedKV:
     """K and V of `num_blocks` blocks on one device. Copies of different blocks may run in different threads at once."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, *, device: torch.device | str = "cpu") -> None:
-        assert layout.codec == "raw", "the pool holds the model's own numbers; codecs live in transfer"
+        """layout: in codec raw, int8_token or fp8_token: a pool's rows are quantised one by one."""
+        assert layout.codec in (KvCodec.RAW, KvCodec.INT8_TOKEN, KvCodec.FP8_TOKEN)
         assert num_blocks > 0
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
+        self.dtype = TORCH_DTYPES[layout.dtype]  # of the numbers, whatever the pool keeps of them
+        self._is_raw = layout.codec == KvCodec.RAW
         layers, two, heads, block_tokens, head_dim = layout.shape
-        # [num_layers, 2, num_kv_heads, num_blocks, block_tokens, head_dim]
+        # [num_layers, 2, num_kv_heads, num_blocks, block_tokens, head_dim]: the numbers, or a byte's code for each.
+        # Writing the zeros also maps every page now, so that no request pays for page faults.
         self.pool = torch.empty(
             (layers, two, heads, num_blocks, block_tokens, head_dim),
-            dtype=TORCH_DTYPES[layout.dtype],
+            dtype=self.dtype if self._is_raw else torch.uint8,
             device=self.device,
-        )
-        # Writing the zeros also maps every page now, so that no request pays for page faults.
-        self.pool.zero_()
-        self._num_runs, self._run_bytes = layers * two * heads, block_tokens * head_dim * self.pool.element_size()
+        ).zero_()
+        self._scales = torch.empty(
+            (layers, two, heads, 0 if self._is_raw else num_blocks, block_tokens), dtype=self.dtype, device=self.device
+        ).zero_()
+        # What a payload has of each block, in its order.
+        self._parts = (self.pool,) if self._is_raw else (self._scales, self.pool)
+        self._num_runs = layers * two * heads
         self._staging = threading.local()
-        self._blocks: np.ndarray[Any, Any] | None = None
+        self._blocks: tuple[np.ndarray[Any, Any], ...] | None = None
         if self.device.type == "cpu":
-            # [runs, num_blocks, run bytes], the same memory as the pool
-            self._blocks = self.pool.view(torch.uint8).view(self._num_runs, num_blocks, self._run_bytes).numpy()
+            # Each part as [runs, num_blocks, run bytes], the same memory.
+            self._blocks = tuple(
+                part.flatten(4).view(torch.uint8).view(self._num_runs, num_blocks, -1).numpy() for part in self._parts
+            )
+
+    def write_rows(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store one layer's rows, `[num_kv_heads, rows, head_dim]` each.
+
+        slots: [rows] int64, block_id * block_tokens + offset; the caller owns the blocks.
+        """
+        for which, rows in enumerate((key, value)):
+            codes = rows
+            if not self._is_raw:
+                codes, scales = encode_rows(rows, codec=self.layout.codec)
+                self._scales[layer, which].flatten(1, 2)[:, slots] = scales
+            self.pool[layer, which].flatten(1, 2)[:, slots] = codes
+
+    def gather(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
+        """A copy of one layer's K and V of these blocks in the model's dtype, `[2, num_kv_heads, keys, head_dim]`."""
+        gathered = self.pool[layer].index_select(2, block_table).flatten(2, 3)
+        if self._is_raw:
+            return gathered
+        scales = self._scales[layer].index_select(2, block_table).flatten(2, 3)
+        return decode_rows(gathered, scales, codec=self.layout.codec)
 
     def block(self, block_id: int) -> torch.Tensor:
-        """One block's numbers in place, `layout.shape`, strided; for those who own it."""
+        """One block's numbers in place, `layout.shape`, strided; for those who own it. Of a raw pool only."""
+        assert self._is_raw
         assert 0 <= block_id < self.num_blocks
         return self.pool[:, :, :, block_id]
+
+    def bytes_in_order(self, block_ids: Sequence[int], num_tokens: int) -> bytes:
+        """What the pool keeps of a sequence, token by token whatever the block size:
+        `[num_layers, 2, num_kv_heads, num_tokens, ...]`, of a quantised pool the scales first."""
+        blocks = torch.tensor(block_ids, device=self.device)
+        in_order = (part.index_select(3, blocks).flatten(3, 4)[:, :, :, :num_tokens] for part in self._parts)
+        return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in in_order)
 
     def finish_copies(self) -> None:
         """Wait for what the calling thread has begun to copy on a CUDA device; elsewhere copying waits by itself."""
@@ -67,17 +108,19 @@ class PagedKV:
         """
         assert 0 <= block_id < self.num_blocks
         assert payload.nbytes == self.layout.block_bytes
-        source = np.frombuffer(payload, dtype=np.uint8).reshape(self._num_runs, self._run_bytes)
-        staging, staging_bytes = self._staging_block()
+        staging, staged_parts = self._staging_block()
+        source = np.frombuffer(payload, dtype=np.uint8)
         if self._blocks is not None:
-            block = self._blocks[:, block_id]
-            np.copyto(block, source)
-            np.copyto(staging_bytes, block)
+            for blocks, part, staged in zip(self._blocks, self._runs_of(source), staged_parts, strict=True):
+                block = blocks[:, block_id]
+                np.copyto(block, part)
+                np.copyto(staged, block)
         else:
-            np.copyto(staging_bytes, source)
-            self.block(block_id).copy_(staging, non_blocking=True)
+            np.copyto(staging.numpy(), source)
+            for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
+                blocks_on_device[:, :, :, block_id].copy_(staged, non_blocking=True)
             self.finish_copies()
-        return xxhash.xxh3_64_intdigest(staging_bytes)
+        return xxhash.xxh3_64_intdigest(staging.numpy())
 
     def read_block(self, block_id: int, out: memoryview) -> int:
         """Copy a block out in payload layout; returns xxh3-64 of the bytes copied.
@@ -86,22 +129,45 @@ class PagedKV:
         """
         assert 0 <= block_id < self.num_blocks
         assert out.nbytes == self.layout.block_bytes
-        target = np.frombuffer(out, dtype=np.uint8).reshape(self._num_runs, self._run_bytes)
+        target = np.frombuffer(out, dtype=np.uint8)
         if self._blocks is not None:
-            np.copyto(target, self._blocks[:, block_id])
+            for blocks, part in zip(self._blocks, self._runs_of(target), strict=True):
+                np.copyto(part, blocks[:, block_id])
         else:
-            staging, staging_bytes = self._staging_block()
-            staging.copy_(self.block(block_id), non_blocking=True)
+            staging, _ = self._staging_block()
+            for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
+                staged.copy_(blocks_on_device[:, :, :, block_id], non_blocking=True)
             self.finish_copies()
-            np.copyto(target, staging_bytes)
+            np.copyto(target, staging.numpy())
         return xxhash.xxh3_64_intdigest(target)
 
-    def _staging_block(self) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-        """This thread's own buffer of one block, as tensor (payload layout) and as bytes; pinned for a CUDA pool."""
+    def _staging_block(self) -> tuple[torch.Tensor, list[np.ndarray[Any, Any]]]:
+        """This thread's own bytes of one block, as tensor and as the runs of its parts; pinned for a CUDA pool."""
         kept = getattr(self._staging, "block", None)
         if kept is None:
             pinned = self.device.type == "cuda"
-            tensor = torch.empty(self.layout.shape, dtype=self.pool.dtype, pin_memory=pinned)
-            as_bytes = tensor.view(torch.uint8).view(self._num_runs, self._run_bytes).numpy()
-            kept = self._staging.block = (tensor, as_bytes)
+            tensor = torch.empty(self.layout.block_bytes, dtype=torch.uint8, pin_memory=pinned)
+            kept = self._staging.block = (tensor, self._runs_of(tensor.numpy()))
         return kept
+
+    def _runs_of(self, payload: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """A payload's parts as [runs, run bytes], the same memory."""
+        runs, at = [], 0
+        for part in self._parts:
+            num_bytes = self._part_bytes(part)
+            runs.append(payload[at : at + num_bytes].reshape(self._num_runs, -1))
+            at += num_bytes
+        return runs
+
+    def _tensors_of(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """A payload's parts as tensors in the shape of a block's, the same memory."""
+        tensors, at = [], 0
+        for part in self._parts:
+            num_bytes = self._part_bytes(part)
+            shape = (*part.shape[:3], *part.shape[4:])
+            tensors.append(payload[at : at + num_bytes].view(part.dtype).view(shape))
+            at += num_bytes
+        return tensors
+
+    def _part_bytes(self, part: torch.Tensor) -> int:
+        return part.numel() // self.num_blocks * part.element_size()

@@ -2,7 +2,8 @@
 
 Each prompt is answered greedily on raw KV. Then its prefix goes through the codec, as a store would have kept it, and
 the model reads the same answer after it, token by token (teacher-forced): so each position is compared on its own, and
-one early difference does not count again behind it. A greedy text is the same to its end exactly if every position
+one early difference does not count again behind it. A pool's codec is measured alike, but for one thing: all that
+is computed, prefix and answer, is in the coded pool. A greedy text is the same to its end exactly if every position
 agrees, since up to the first difference both runs have read the same tokens; so free-running equality needs no runs of
 its own. Both sides are computed in the same steps, so that nothing but the codec differs.
 """
@@ -14,14 +15,15 @@ import torch
 from tokenizers import Tokenizer
 
 from headrace.blocks.kv_codecs import BlockCoder
-from headrace.config import Config
-from headrace.core.block import HashAlgorithm
+from headrace.config import STORE_CODECS, Config
+from headrace.core.block import HashAlgorithm, KvLayout
 from headrace.core.errors import BlockCorrupt, InvalidRequest, ModelRefused
 from headrace.engine.codec_bound import CodecBound, write_bound
 from headrace.engine.load_model import LoadedModel, load_model
-from headrace.engine.model_runner import SequenceStep
+from headrace.engine.model_runner import ModelRunner, SequenceStep
+from headrace.engine.paged_kv import PagedKV
 from headrace.verify.codec_report import CodecReport
-from headrace.verify.sample_text import code_tokens, cut, prose_tokens
+from headrace.verify.library_text import code_tokens, cut, prose_tokens
 
 Report = Callable[[str], None]
 
@@ -38,10 +40,12 @@ LOGITS_ROWS = 64
 def measure_codec(config: Config, *, codec: str, generated_tokens: int, report: Report) -> CodecReport:
     """Measure one codec and remember the outcome. Two minutes for the default model on two cores.
 
-    codec: of the store. Raises ModelRefused (also when the codec cannot keep this model's KV), ConfigInvalid,
-    InvalidRequest (a context too short).
+    codec: of a store (int8, fp8) or of a pool (int8_token, fp8_token). Raises ModelRefused (also when the codec cannot
+    keep this model's KV), ConfigInvalid, InvalidRequest (a context too short).
     """
-    settings = replace(config.engine, store_codec="raw", pool_tokens=_pool_tokens(config, generated_tokens))
+    settings = replace(
+        config.engine, store_codec="raw", pool_codec="raw", pool_tokens=_pool_tokens(config, generated_tokens)
+    )
     model = load_model(
         config.model,
         settings,
@@ -51,10 +55,13 @@ def measure_codec(config: Config, *, codec: str, generated_tokens: int, report: 
     )
     layout = replace(model.kv.layout, codec=codec)
     prefix_tokens = _prefix_tokens(model, generated_tokens)
+    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+    texts = code_tokens(tokenizer), prose_tokens(tokenizer)
     try:
-        comparison = _Comparison(model, BlockCoder(layout), prefix_tokens)
-        answers = comparison.answers(_prompts(model, prefix_tokens + 1), generated_tokens, report)
-        perplexity, coded_perplexity = comparison.perplexities(report)
+        coded = _CodedStore(model, layout) if codec in STORE_CODECS else _CodedPool(model, layout)
+        comparison = _Comparison(model, coded, prefix_tokens)
+        answers = comparison.answers(_prompts(texts, prefix_tokens + 1), generated_tokens, report)
+        perplexity, coded_perplexity = comparison.perplexities(texts[1], report)
     except BlockCorrupt as fault:
         raise ModelRefused(model.name, f"codec {codec} cannot keep its KV: {fault.why}") from fault
     bound = CodecBound(
@@ -93,14 +100,10 @@ def _prefix_tokens(model: LoadedModel, generated_tokens: int) -> int:
     return min(max(1, PROMPT_TOKENS // block_tokens), room) * block_tokens
 
 
-def _prompts(model: LoadedModel, num_tokens: int) -> list[list[int]]:
-    """Code and prose in turn, from places far apart."""
-    tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
-    texts = code_tokens(tokenizer), prose_tokens(tokenizer)
-    return [
-        cut(texts[number % 2], number // 2 * len(texts[number % 2]) // (PROMPTS // 2), num_tokens)
-        for number in range(PROMPTS)
-    ]
+def _prompts(texts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """From each text in turn, from places far apart."""
+    turns = [(texts[number % len(texts)], number // len(texts)) for number in range(PROMPTS)]
+    return [cut(text, place * len(text) * len(texts) // PROMPTS, num_tokens) for text, place in turns]
 
 
 @dataclass(slots=True)
@@ -137,18 +140,51 @@ class _Answers:
         self.prompt_agrees = True
 
 
-class _Comparison:
-    """Runs of one model on raw and on coded prefixes, in the calling thread; the pool is all ours."""
+class _CodedStore:
+    """Prefixes as they come back from a store of a lossy codec: in the last blocks of the raw pool."""
 
-    def __init__(self, model: LoadedModel, coder: BlockCoder, prefix_tokens: int) -> None:
+    def __init__(self, model: LoadedModel, layout: KvLayout) -> None:
+        self.runner = model.runner
+        self.table = _tables(model)[-1]
+        self._coder = BlockCoder(layout)
+        self._bytes = torch.empty(layout.block_bytes, dtype=torch.uint8, device=model.kv.device)
+
+    def take_prefix(self, tokens: Sequence[int], raw_table: Sequence[int]) -> None:
+        """Have the KV of these tokens, whole blocks that are computed in `raw_table`."""
+        kv, num_blocks = self.runner.kv, len(tokens) // self.runner.kv.layout.block_tokens
+        for raw_block, coded_block in zip(raw_table[:num_blocks], self.table, strict=False):
+            self._coder.encode(kv.block(raw_block), self._bytes)
+            self._coder.decode(self._bytes, kv.block(coded_block))
+
+
+class _CodedPool:
+    """The same model over a quantised pool of its own."""
+
+    def __init__(self, model: LoadedModel, layout: KvLayout) -> None:
+        raw = model.runner
+        self.table = range(len(_tables(model)[-1]))
+        kv = PagedKV(layout, len(self.table), device=model.kv.device)
+        self.runner = ModelRunner(raw.model, kv, row_multiple=raw.row_multiple, threads=raw.threads)
+
+    def take_prefix(self, tokens: Sequence[int], raw_table: Sequence[int]) -> None:
+        """Have the KV of these tokens: they are computed here."""
+        self.runner.run_step([SequenceStep(tuple(tokens), 0, self.table, 0)])
+
+
+def _tables(model: LoadedModel) -> list[range]:
+    """The pool's blocks: a table for each prompt of a batch, and one more."""
+    size = model.kv.num_blocks // (BATCH_PROMPTS + 1)
+    return [range(number * size, (number + 1) * size) for number in range(BATCH_PROMPTS + 1)]
+
+
+class _Comparison:
+    """Runs of one model on raw and on coded KV, in the calling thread; the pool is all ours."""
+
+    def __init__(self, model: LoadedModel, coded: _CodedStore | _CodedPool, prefix_tokens: int) -> None:
         self._model = model
-        self._coder = coder
-        self._coded_bytes = torch.empty(coder.layout.block_bytes, dtype=torch.uint8, device=model.kv.device)
+        self._coded = coded
         self._prefix_tokens = prefix_tokens
-        self._block_tokens = model.kv.layout.block_tokens
-        # One table for each prompt of a batch, and the last for coded ones.
-        size = model.kv.num_blocks // (BATCH_PROMPTS + 1)
-        self._tables = [range(number * size, (number + 1) * size) for number in range(BATCH_PROMPTS + 1)]
+        self._tables = _tables(model)[:-1]
 
     def answers(self, prompts: Sequence[list[int]], generated_tokens: int, report: Report) -> _Answers:
         """Answer every prompt greedily, then compare the logits behind each token of its answer."""
@@ -164,14 +200,13 @@ class _Comparison:
             report(f"{found.prompts} of {len(prompts)} prompts: the same token at {agreement:.1%} of positions")
         return found
 
-    def perplexities(self, report: Report) -> tuple[float, float]:
-        """Of the library's prose, on raw and on coded KV: exp of the mean negative log-probability of a token."""
+    def perplexities(self, text: Sequence[int], report: Report) -> tuple[float, float]:
+        """Of pieces of a text, on raw and on coded KV: exp of the mean negative log-probability of a token."""
         report(f"perplexity of {PERPLEXITY_PIECES} pieces of text")
-        prose = prose_tokens(Tokenizer.from_file(str(self._model.path / "tokenizer.json")))
         length = min(2 * self._prefix_tokens, self._model.context_tokens_max)
         lost, count = torch.zeros(2, dtype=torch.float64), 0
         for piece in range(PERPLEXITY_PIECES):
-            tokens = cut(prose, piece * len(prose) // PERPLEXITY_PIECES, length)
+            tokens = cut(text, piece * len(text) // PERPLEXITY_PIECES, length)
             self._compute(tokens[: self._prefix_tokens + 1], self._tables[0])
             predicted = iter(tokens[self._prefix_tokens + 1 :])
             for logits in self._both(tokens[:-1], self._tables[0]):
@@ -201,16 +236,9 @@ class _Comparison:
 
     def _both(self, tokens: Sequence[int], table: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Logits of all tokens behind the prefix, some rows at a time: on the table's KV, and on that prefix coded."""
-        coded_table = self._tables[-1]
-        for raw_block, coded_block in zip(
-            table[: self._prefix_tokens // self._block_tokens], coded_table, strict=False
-        ):
-            self._coder.encode(self._model.kv.block(raw_block), self._coded_bytes)
-            self._coder.decode(self._coded_bytes, self._model.kv.block(coded_block))
+        self._coded.take_prefix(tokens[: self._prefix_tokens], table)
+        sides = ((self._model.runner, table), (self._coded.runner, self._coded.table))
         for start in range(self._prefix_tokens, len(tokens), LOGITS_ROWS):
             rows = tuple(tokens[start : start + LOGITS_ROWS])
-            raw, coded = (
-                self._model.runner.run_step([SequenceStep(rows, start, blocks, len(rows))])
-                for blocks in (table, coded_table)
-            )
+            raw, coded = (runner.run_step([SequenceStep(rows, start, blocks, len(rows))]) for runner, blocks in sides)
             yield raw, coded

@@ -44,8 +44,9 @@ from headrace.verify.measure_kv_cache import COMPARED_TOKENS, measure_kv_cache
 from headrace.verify.plot_report import plot_report
 from headrace.verify.recording_runner import RecordingRunner
 from headrace.verify.report import PathRun, VerifyReport
-from headrace.verify.sample_text import code_tokens, cut
+from headrace.verify.library_text import code_tokens, cut
 from headrace.verify.store_process import StoreProcess
+from headrace.verify.verify_together import verify_together
 
 Report = Callable[[str], None]
 
@@ -53,6 +54,7 @@ Report = Callable[[str], None]
 PROMPT_TOKENS_MAX = 1_024
 # The prompt before which KV cache and none are compared; the published figure's text is of this order.
 COMPARED_PROMPT_TOKENS = 256
+COMPANY_TOKENS = 1_024
 # Publication goes on behind the stream's end, and re-registration behind a restart; both take well under a second.
 SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -75,6 +77,8 @@ def verify_reuse(config: Config, *, generated_tokens: int, plot: Path, report: R
     first = _load(config, generated_tokens, report)
     bench_prompt = _tokens(first, 0, _compared_prompt_tokens(first))
     kv_cache = measure_kv_cache(first, bench_prompt, chunk_tokens=config.engine.prefill_chunk_tokens, report=report)
+    company = _tokens(first, 0, COMPANY_TOKENS)
+    together = verify_together(first, config.engine, company, report=report)
     report("loading the model a second time, for the second worker")
     second = _load(config, generated_tokens, report)
     differing = first.namespace.differing_fields(second.namespace)
@@ -87,6 +91,7 @@ def verify_reuse(config: Config, *, generated_tokens: int, plot: Path, report: R
         generated_tokens=min(run.generated_tokens for path in runs.values() for run in path),
         runs=runs,
         kv_cache=kv_cache,
+        together=together,
         plot=str(plot),
     )
     plot_report(found, plot)

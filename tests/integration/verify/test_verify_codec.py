@@ -20,28 +20,25 @@ def verify(model: Path, *arguments: str):
     return CliRunner().invoke(main, ["verify", *settings, *arguments], catch_exceptions=False)
 
 
-def test_a_codec_is_measured_on_a_hundred_prompts_and_a_start_says_what_was_found(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("codec", "setting", "scales"),
+    [("int8", {"store_codec": "int8"}, (1 / 16 + 1 / 16) / 2), ("fp8_token", {"pool_codec": "fp8"}, 1 / 16)],
+)
+def test_a_codec_is_measured_on_a_hundred_prompts_and_a_start_says_what_was_found(tmp_path, codec, setting, scales):
     """Fails if a figure were missing, a codec lost nothing or all, or the outcome were not found again."""
     model = make_tiny_model(tmp_path / "tiny-llama", context_tokens_max=64)  # prompts of three blocks
     config = load_config(
-        {
-            "model": str(model),
-            "model_cache_dir": str(tmp_path),
-            "block_tokens": 16,
-            "torch_threads": 1,
-            "store_codec": "int8",
-        },
+        {"model": str(model), "model_cache_dir": str(tmp_path), "block_tokens": 16, "torch_threads": 1, **setting},
         environ={},
     )
     before = describe_codec(config.model, config.engine, report=print)
-    assert "not exact" in before
-    assert "headrace verify --codec int8" in before
-    done = verify(model, "--codec=int8", "--tokens=3", "--json")
+    assert f"headrace verify --codec {codec}" in before
+    done = verify(model, f"--codec={codec}", "--tokens=3", "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["codec"] == "int8"
+    assert found["codec"] == codec
     assert (found["prompts"], found["positions"]) == (100, 300)
-    assert found["bytes_ratio"] == pytest.approx(1 / 4 + (1 / 16 + 1 / 16) / 2)  # float32, 16 tokens of 16 numbers
+    assert found["bytes_ratio"] == pytest.approx(1 / 4 + scales)  # float32, 16 tokens of 16 numbers
     assert 0.8 < found["greedy_agreement"] <= 1
     assert 0 < found["logit_error_mean"] < found["logit_error_max"] < 1
     assert 0 < found["kl_mean"] < 0.1

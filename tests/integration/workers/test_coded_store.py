@@ -14,15 +14,15 @@ B = 8
 
 @pytest.fixture(scope="module")
 def make_coded(tiny_models):
-    """The tiny model again, with this codec in the store; a pool of its own each time."""
+    """The tiny model again, with this codec in the store or in its pool; a pool of its own each time."""
 
-    def make(codec: str, said: list[str] | None = None) -> LoadedModel:
+    def make(codec: str = "raw", said: list[str] | None = None, *, pool_codec: str = "raw") -> LoadedModel:
         path = tiny_models[0].path
         return load_model(
             ModelSettings(
                 model=str(path), device="cpu", torch_threads=1, model_cache_dir=str(path / "cache"), dtype="float32"
             ),
-            EngineSettings(block_tokens=B, pool_tokens=96 * B, store_codec=codec),
+            EngineSettings(block_tokens=B, pool_tokens=96 * B, store_codec=codec, pool_codec=pool_codec),
             trust_group="tests",
             hash_algorithm=HashAlgorithm.XXH3_128,
             report=lambda line: None if said is None else said.append(line),
@@ -63,6 +63,34 @@ async def test_a_coded_store_takes_less_than_half_of_float32_and_its_blocks_are_
     assert {header.layout for header in kept} == {replace(raw, codec="int8")}
     assert {header.payload_bytes for header in kept} == {replace(raw, codec="int8").block_bytes}
     assert kept[0].payload_bytes < 0.5 * raw.block_bytes
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+async def test_every_way_of_reuse_between_quantised_pools_gives_the_bits_of_a_cold_run(
+    codec, make_coded, store_node, make_worker, prompts
+):
+    """Fails if the store coded the pool's numbers again, or a worker attended to numbers that it does not keep."""
+    token_ids = prompts(6 * B + 3)
+    first = await make_worker("first", model=make_coded(pool_codec=codec))
+    near = await make_worker("near", model=make_coded(pool_codec=codec))
+    far = await make_worker("far", near=False, model=make_coded(pool_codec=codec))
+    cold = await first.cold(token_ids)
+    await first.prefill(token_ids)
+    replies = [
+        await first.decode(token_ids),
+        await near.decode(token_ids),
+        await far.decode(token_ids, hint_nodes=("node-1",)),
+    ]
+    assert [reply.cached for reply in replies] == [
+        CachedTokens(device=6 * B),
+        CachedTokens(shared_memory=6 * B),
+        CachedTokens(grpc=6 * B),
+    ]
+    assert all(reply.same_answer_as(cold) for reply in replies)
+    raw = await make_worker("raw")
+    assert not cold.same_answer_as(await raw.cold(token_ids)), "nothing was coded"
+    kept = {held.header.layout for held in store_node.node._blocks}
+    assert kept == {near.worker.engine.kv.layout}
 
 
 async def test_workers_of_different_codecs_share_nothing(make_coded, store_node, make_worker, prompts, tiny_models):

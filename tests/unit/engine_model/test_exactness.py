@@ -26,14 +26,14 @@ def make_exact_model(case="llama", dtype=torch.float32, *, packed=True):
     return model
 
 
-def make_layout(model, block_tokens):
+def make_layout(model, block_tokens, codec="raw"):
     probe = probe_shapes(model)
     kv_heads, head_dim, _ = probe.shapes[0]
-    return KvLayout(str(model.dtype)[6:], len(probe.shapes), kv_heads, head_dim, block_tokens)
+    return KvLayout(str(model.dtype)[6:], len(probe.shapes), kv_heads, head_dim, block_tokens, codec)
 
 
-def make_runner(model, block_tokens, *, row_multiple=4):
-    layout = make_layout(model, block_tokens)
+def make_runner(model, block_tokens, *, row_multiple=4, codec="raw"):
+    layout = make_layout(model, block_tokens, codec)
     return ModelRunner(model, PagedKV(layout, POOL_TOKENS // block_tokens), row_multiple=row_multiple, threads=0)
 
 
@@ -44,16 +44,20 @@ def block_bytes(runner, block_id):
     return bytes(payload)
 
 
-def token_kv(runner, table, num_tokens):
-    """KV of a sequence's tokens in order, whatever the block size: [layers, 2, heads, tokens, head_dim]."""
-    return runner.kv.pool.index_select(3, torch.tensor(table)).flatten(3, 4)[:, :, :, :num_tokens]
+def spoil(kv):
+    """What no result may depend on: every number of the pool is NaN."""
+    if kv.layout.codec == "raw":
+        kv.pool.fill_(torch.nan)
+        return
+    for block_id in range(kv.num_blocks):
+        kv.write_block(block_id, memoryview(b"\xff" * kv.layout.block_bytes))  # scales of NaN
 
 
 class Reference:
     """Every answer from scratch: one sequence alone, in one piece, in a pool of its own."""
 
-    def __init__(self, model, block_tokens, *, row_multiple=4):
-        self.runner = make_runner(model, block_tokens, row_multiple=row_multiple)
+    def __init__(self, model, block_tokens, **settings):
+        self.runner = make_runner(model, block_tokens, **settings)
         self.table = list(range(self.runner.kv.num_blocks))
 
     def compute(self, tokens):
@@ -62,16 +66,16 @@ class Reference:
         return self.runner.run_step([SequenceStep(tuple(tokens), 0, self.table, 1)])[0]
 
 
-def count_differences(model, seed, *, block_tokens, row_multiple=4):
+def count_differences(model, seed, *, block_tokens, **settings):
     """One random scenario; returns (differing logits rows, differing KV, rows compared).
 
     Up to four sequences start from scratch or from blocks copied out of the reference's pool, advance in random chunks
     (often of one row) in random company, in shuffled blocks that held NaN before.
     """
     dice = random.Random(seed)
-    reference = Reference(model, block_tokens, row_multiple=row_multiple)
-    runner = make_runner(model, block_tokens, row_multiple=row_multiple)
-    runner.kv.pool.fill_(torch.nan)
+    reference = Reference(model, block_tokens, **settings)
+    runner = make_runner(model, block_tokens, **settings)
+    spoil(runner.kv)
     free = list(range(runner.kv.num_blocks))
     dice.shuffle(free)
     sequences = []
@@ -103,8 +107,8 @@ def count_differences(model, seed, *, block_tokens, row_multiple=4):
             compared += 1
     for tokens, table, _ in sequences:
         reference.compute(tokens)
-        expected = token_kv(reference.runner, reference.table, len(tokens))
-        bad_kv += not torch.equal(token_kv(runner, table, len(tokens)), expected)
+        expected = reference.runner.kv.bytes_in_order(reference.table, len(tokens))
+        bad_kv += runner.kv.bytes_in_order(table, len(tokens)) != expected
     return bad_logits, bad_kv, compared
 
 
@@ -124,6 +128,16 @@ def test_bits_do_not_depend_on_chunks_in_other_architectures(case):
     """Windows, softcap-free norms, Conv1D layers and absolute positions keep the rule too."""
     model = make_exact_model(case, torch.bfloat16)
     found = [count_differences(model, seed, block_tokens=16) for seed in range(2)]
+    assert [(bad_logits, bad_kv) for bad_logits, bad_kv, _ in found] == [(0, 0)] * len(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("codec", ["int8_token", "fp8_token"])
+@pytest.mark.parametrize("block_tokens", [7, 64])
+def test_a_quantised_pool_keeps_the_rule(codec, dtype, block_tokens):
+    """Fails if a step attended to its own rows as they were before they were quantised, or a scale spanned rows."""
+    model = make_exact_model(dtype=dtype)
+    found = [count_differences(model, seed, block_tokens=block_tokens, codec=codec) for seed in range(3)]
     assert [(bad_logits, bad_kv) for bad_logits, bad_kv, _ in found] == [(0, 0)] * len(found)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,6 +71,21 @@ def test_other_weights_positions_numbers_or_tokenizer_give_another_namespace(tin
     config["rope_parameters"]["rope_theta"] = 500_000.0
     (tiny / "config.json").write_text(json.dumps(config))
     assert "position_digest" in base.differing_fields(load(tiny, tmp_path).namespace)
+
+
+def test_a_quantised_pool_is_exact_within_itself_and_says_what_it_is(tiny, tmp_path):
+    """Fails if workers with and without it shared blocks, or the self-tests were not run on what the pool holds."""
+    said = []
+    base = load(tiny, tmp_path).namespace
+    loaded = load(tiny, tmp_path, engine=replace(ENGINE, pool_codec="int8"), said=said)
+    assert loaded.exact
+    assert loaded.kv.layout == loaded.namespace.layout == replace(base.layout, codec="int8_token")
+    assert base.differing_fields(loaded.namespace) == ["layout.codec", "numerics_probe"]
+    assert loaded.namespace.numerics_probe
+    lines = [line for line in said if "codec" in line]
+    assert len(lines) == 1
+    assert "reuse changes nothing" in lines[0]
+    assert "headrace verify --codec int8_token" in lines[0]
 
 
 def test_a_damaged_check_file_costs_a_new_check_and_nothing_else(tiny, tmp_path):

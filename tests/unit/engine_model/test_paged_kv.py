@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.blocks.kv_codecs import BlockCoder
 from headrace.core.block import KvLayout, payload_digest
 from headrace.engine.paged_kv import PagedKV
 
 
-def make_kv(dtype="bfloat16", block_tokens=8, num_blocks=6):
-    return PagedKV(KvLayout(dtype, 3, 2, 16, block_tokens), num_blocks)
+def make_kv(dtype="bfloat16", block_tokens=8, num_blocks=6, codec="raw"):
+    return PagedKV(KvLayout(dtype, 3, 2, 16, block_tokens, codec), num_blocks)
 
 
 def make_payload(kv, seed):
@@ -20,8 +21,9 @@ def make_payload(kv, seed):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("block_tokens", [1, 8])
-def test_a_block_written_is_read_back_byte_for_byte_with_its_digest(dtype, block_tokens):
-    kv = make_kv(dtype, block_tokens)
+@pytest.mark.parametrize("codec", ["raw", "int8_token", "fp8_token"])
+def test_a_block_written_is_read_back_byte_for_byte_with_its_digest(dtype, block_tokens, codec):
+    kv = make_kv(dtype, block_tokens, codec=codec)
     payloads = {block: make_payload(kv, block) for block in (0, 3, 5)}
     for block, payload in payloads.items():
         assert kv.write_block(block, memoryview(payload)) == payload_digest(payload)
@@ -37,6 +39,39 @@ def test_payload_layout_is_layers_then_k_and_v_then_heads_then_tokens():
     expected = torch.arange(np.prod(kv.layout.shape), dtype=torch.float32).view(kv.layout.shape)
     kv.write_block(4, memoryview(expected.numpy().tobytes()))
     assert torch.equal(kv.pool[:, :, :, 4], expected)
+
+
+@pytest.mark.parametrize("codec", ["int8_token", "fp8_token"])
+def test_a_quantised_pools_block_is_what_the_codec_makes_of_its_rows(codec):
+    """Fails if scales and codes of a payload lie elsewhere than the format says, or a row of one step among others."""
+    kv = make_kv(codec=codec)
+    numbers = torch.randn(kv.layout.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for rows in ([5, 0, 7], [1, 2, 3, 4], [6]):  # in any order, in several steps
+        slots = torch.tensor(rows) + 4 * kv.layout.block_tokens
+        for layer in range(3):
+            kv.write_rows(layer, slots, numbers[layer, 0][:, rows], numbers[layer, 1][:, rows])
+    expected = torch.empty(kv.layout.block_bytes, dtype=torch.uint8)
+    coder = BlockCoder(kv.layout)
+    coder.encode(numbers, expected)
+    out = bytearray(kv.layout.block_bytes)
+    kv.read_block(4, memoryview(out))
+    assert bytes(out) == expected.numpy().tobytes()
+    decoded = torch.empty_like(numbers)
+    coder.decode(expected, decoded)
+    for layer in range(3):
+        gathered = kv.gather(layer, torch.tensor([4, 1]))
+        assert gathered.dtype == torch.bfloat16
+        assert torch.equal(gathered[:, :, :8], decoded[layer])
+        assert not gathered[:, :, 8:].any()
+
+
+def test_a_raw_pool_gathers_what_was_written():
+    kv = make_kv()
+    rows = torch.randn((2, 2, 3, 16), generator=torch.Generator().manual_seed(2)).bfloat16()
+    kv.write_rows(1, torch.tensor([9, 8, 47]), rows[0], rows[1])
+    gathered = kv.gather(1, torch.tensor([5, 1]))
+    assert torch.equal(gathered[:, :, [9, 8, 7]], rows)
+    assert not kv.pool[[0, 2]].any()
 
 
 def test_writing_a_block_leaves_the_others_alone():
@@ -71,8 +106,9 @@ def test_a_payload_of_the_wrong_size_is_our_bug(size):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_blocks_round_trip_through_a_pool_on_the_device():
-    kv = PagedKV(KvLayout("bfloat16", 3, 2, 16, 8), 6, device="cuda")
+@pytest.mark.parametrize("codec", ["raw", "int8_token", "fp8_token"])
+def test_blocks_round_trip_through_a_pool_on_the_device(codec):
+    kv = PagedKV(KvLayout("bfloat16", 3, 2, 16, 8, codec), 6, device="cuda")
     payload = make_payload(kv, 7)
     assert kv.write_block(3, memoryview(payload)) == payload_digest(payload)
     out = bytearray(kv.layout.block_bytes)

@@ -1,13 +1,15 @@
 """Text that is always there: what this library's own files say. Code and prose, more than any check needs."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 import headrace
+
+PROSE_FOLDERS = ("core", "engine", "store", "transfer")
 
 
 def code_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -16,14 +18,18 @@ def code_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def prose_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Token ids of every docstring of the library: English sentences about one subject."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    prose = []
-    for path in _files("."):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
-                prose.append(docstring)
-    return _encode(tokenizer, "\n\n".join(prose))
+    """Token ids of the docstrings of some parts of the library: English sentences about one subject."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for folder in PROSE_FOLDERS for path in _files(folder))
+    return _encode(tokenizer, "\n\n".join(docstring for tree in trees for docstring in _docstrings(tree)))
+
+
+def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    docstring = ast.get_docstring(node)
+    if docstring:
+        yield docstring
+    for inner in node.body:
+        if isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstrings(inner)
 
 
 def cut(token_ids: Sequence[int], offset: int, num_tokens: int) -> list[int]:
