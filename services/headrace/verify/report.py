@@ -5,6 +5,7 @@ from typing import Any
 
 from headrace.core.generation import CachedTokens
 from headrace.verify.measure_kv_cache import COMPARED_TOKENS, KvCacheComparison
+from headrace.verify.verify_together import Together
 
 PATHS = ("cold", "in_process", "shared_memory", "grpc", "after_store_restart")
 Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows
@@ -33,22 +34,25 @@ class VerifyReport:
     generated_tokens: int
     runs: dict[str, list[PathRun]]  # path -> one run per prompt, the longest prompt first
     kv_cache: KvCacheComparison
+    together: Together
     plot: str
 
     @property
     def token_equal(self) -> bool:
         """Whether every run gave the token ids of the cold one."""
-        return all(run.token_equal for runs in self.runs.values() for run in runs) and self.kv_cache.token_equal
+        parts = (self.kv_cache.token_equal, self.together.token_equal)
+        return all(run.token_equal for runs in self.runs.values() for run in runs) and all(parts)
 
     @property
     def bit_equal(self) -> bool:
         """Whether every run gave the bits of the cold one's logits."""
-        return all(run.bit_equal for runs in self.runs.values() for run in runs) and self.kv_cache.bit_equal
+        parts = (self.kv_cache.bit_equal, self.together.bit_equal)
+        return all(run.bit_equal for runs in self.runs.values() for run in runs) and all(parts)
 
     @property
     def reused(self) -> bool:
-        """Whether every path reused what it was meant to reuse."""
-        return all(run.reused for runs in self.runs.values() for run in runs)
+        """Whether every path reused what it was meant to reuse, and company did what it was meant to do."""
+        return all(run.reused for runs in self.runs.values() for run in runs) and self.together.as_meant
 
     @property
     def equal(self) -> bool:
@@ -67,6 +71,7 @@ class VerifyReport:
             "paths": {path: self._path_json(runs) for path, runs in self.runs.items()},
             f"kv_cache_speedup_at_{COMPARED_TOKENS}": round(self.kv_cache.speedup, 2),
             "kv_cache": asdict(self.kv_cache),
+            "together": asdict(self.together) | {"as_meant": self.together.as_meant},
             "prompts": {path: [asdict(run) for run in runs] for path, runs in self.runs.items()},
             "plot": self.plot,
         }
@@ -83,8 +88,8 @@ class VerifyReport:
         }
 
     def tables(self) -> list[Table]:
-        """Paths, decoding speed and memory, as tables for people."""
-        return [self._paths_table(), self._growth_table()]
+        """Paths, company, decoding speed and memory, as tables for people."""
+        return [self._paths_table(), self._together_table(), self._growth_table()]
 
     def _paths_table(self) -> Table:
         cold_ms = [run.ttft_ms for run in self.runs["cold"]]
@@ -106,6 +111,28 @@ class VerifyReport:
         columns = ["path ", "prompt", "cached", "first token", "against cold", "generated"]
         return (f"{self.model}: reuse against cold", [*columns, "tokens equal", "bits equal", "as meant"], rows)
 
+    def _together_table(self) -> Table:
+        found = self.together
+        columns = [
+            "requests",
+            "preempted",
+            "blocks shared",
+            "drafts accepted",
+            "tokens equal",
+            "bits equal",
+            "as meant",
+        ]
+        row = [
+            str(found.requests),
+            f"{found.num_preemptions} times",
+            str(found.num_shared_blocks),
+            f"{found.num_accepted_tokens} of {found.num_drafted_tokens} tokens",
+            _yes(found.token_equal),
+            _yes(found.bit_equal),
+            _yes(found.as_meant),
+        ]
+        return ("All at once in a small pool, against each alone", columns, [row])
+
     def _growth_table(self) -> Table:
         rows = [
             [
@@ -126,9 +153,11 @@ class VerifyReport:
     def verdict(self) -> str:
         """One line."""
         if self.equal:
-            return f"equal: {len(self.runs)} paths, tokens and bits; plot in {self.plot}"
+            return f"equal: {len(self.runs)} paths, alone and together, tokens and bits; plot in {self.plot}"
         if self.token_equal and self.bit_equal:
-            return "NOT SHOWN: a path did not reuse what it was meant to reuse, so its equality says nothing"
+            return (
+                "NOT SHOWN: a path did not reuse, or company not do, what it was meant to, so its equality says nothing"
+            )
         what = "token ids" if not self.token_equal else "the bits of logits (token ids are equal)"
         claim = "" if self.exact_claimed else "; exactness is not claimed for this model on this device"
         return f"NOT EQUAL: {what} differ{claim}"

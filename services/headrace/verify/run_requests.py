@@ -13,6 +13,7 @@ from headrace.config import EngineSettings
 from headrace.core.block import hash_prompt
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.generation import SamplingParams, TokenDelta
+from headrace.engine.drafter import Drafter
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
 from headrace.engine.load_model import LoadedModel
 
@@ -41,6 +42,8 @@ class Ran:
     num_preemptions: int
     num_shared_blocks: int  # taken from another run of the same moment instead of being computed
     held_blocks_max: int  # of the pool, at any event of a run
+    num_drafted_tokens: int
+    num_accepted_tokens: int
 
     @property
     def cached_tokens(self) -> int:
@@ -56,10 +59,11 @@ async def run_requests(
     sampling: SamplingParams,
     reuse: bool,
     one_by_one: bool = False,
+    drafter: Drafter | None = None,
 ) -> Ran:
     """Run prompts on a fresh engine, together or each after the one before. reuse: of blocks in the engine's pool."""
     clock = SystemClock()
-    engine = Engine(model, settings, clock=clock)
+    engine = Engine(model, settings, clock=clock, drafter=drafter)
     engine.start()
     deadline = Deadline.after(RUN_TIMEOUT_S, clock)
     held_blocks_max, started_s = 0, time.perf_counter()
@@ -78,7 +82,16 @@ async def run_requests(
     finally:
         await engine.stop()
     engine.pool.check_integrity()
-    return Ran(tuple(answers), seconds, engine.steps.num_preemptions, engine.steps.num_shared_blocks, held_blocks_max)
+    drafts = engine.speculation()
+    return Ran(
+        answers=tuple(answers),
+        seconds=seconds,
+        num_preemptions=engine.steps.num_preemptions,
+        num_shared_blocks=engine.steps.num_shared_blocks,
+        held_blocks_max=held_blocks_max,
+        num_drafted_tokens=drafts.drafted_tokens,
+        num_accepted_tokens=drafts.accepted_tokens,
+    )
 
 
 async def _run(

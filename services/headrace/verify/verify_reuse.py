@@ -40,11 +40,11 @@ from headrace.engine.model_runner import ModelRunner
 from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.index.redis_index import RedisIndex
 from headrace.index.redis_membership import RedisMembership
+from headrace.verify.library_text import code_tokens, cut
 from headrace.verify.measure_kv_cache import COMPARED_TOKENS, measure_kv_cache
 from headrace.verify.plot_report import plot_report
 from headrace.verify.recording_runner import RecordingRunner
 from headrace.verify.report import PathRun, VerifyReport
-from headrace.verify.library_text import code_tokens, cut
 from headrace.verify.store_process import StoreProcess
 from headrace.verify.verify_together import verify_together
 

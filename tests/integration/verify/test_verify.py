@@ -12,6 +12,7 @@ from headrace.admin.cli import main
 from headrace.core.generation import CachedTokens
 from headrace.verify.measure_kv_cache import KvCacheComparison
 from headrace.verify.report import PATHS, PathRun, VerifyReport
+from headrace.verify.verify_together import Together
 
 
 def make_run(**changed) -> PathRun:
@@ -27,12 +28,33 @@ def make_run(**changed) -> PathRun:
     return replace(run, **changed)
 
 
-def make_report(**changed_grpc_run) -> VerifyReport:
+def make_together(**changed) -> Together:
+    found = Together(
+        requests=6,
+        token_equal=True,
+        bit_equal=True,
+        num_preemptions=2,
+        num_shared_blocks=4,
+        num_drafted_tokens=40,
+        num_accepted_tokens=30,
+    )
+    return replace(found, **changed)
+
+
+def make_report(*, together: Together | None = None, **changed_grpc_run) -> VerifyReport:
     runs = {path: [make_run()] for path in PATHS} | {"grpc": [make_run(**changed_grpc_run)]}
     kv_cache = KvCacheComparison(
         prompt_tokens=256, with_cache_s=1.0, without_cache_s=6.0, token_equal=True, bit_equal=True, growth=()
     )
-    return VerifyReport("m", exact_claimed=True, generated_tokens=200, runs=runs, kv_cache=kv_cache, plot="p.png")
+    return VerifyReport(
+        "m",
+        exact_claimed=True,
+        generated_tokens=200,
+        runs=runs,
+        kv_cache=kv_cache,
+        together=together or make_together(),
+        plot="p.png",
+    )
 
 
 def test_verify_shows_equality_on_every_path_and_what_the_cache_saves(tmp_path: Path):
@@ -55,6 +77,7 @@ def test_verify_shows_equality_on_every_path_and_what_the_cache_saves(tmp_path: 
         assert path["ttft_ms"] > 0
         assert path["cached_tokens"] == (0 if name == "cold" else 1_008)
     assert found["kv_cache_speedup_at_200"] > 1
+    assert found["together"]["as_meant"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert not list(Path("/dev/shm").glob("*verify-*"))
 
@@ -70,6 +93,21 @@ def test_verify_shows_equality_on_every_path_and_what_the_cache_saves(tmp_path: 
 )
 def test_one_run_that_is_not_as_it_should_be_makes_the_whole_not_equal(changed, verdict):
     report = make_report(**changed)
+    assert not report.equal
+    assert verdict in report.verdict()
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({"bit_equal": False}, "the bits of logits"),
+        ({"num_preemptions": 0}, "NOT SHOWN"),
+        ({"num_accepted_tokens": 40}, "NOT SHOWN"),
+    ],
+    ids=["bits", "nobody gave way", "no draft was wrong"],
+)
+def test_company_that_changes_an_answer_or_was_none_makes_the_whole_not_equal(changed, verdict):
+    report = make_report(together=make_together(**changed))
     assert not report.equal
     assert verdict in report.verdict()
 

@@ -1,0 +1,128 @@
+"""The same prompts alone and in the thick of it: does company change an answer?
+
+Alone: one at a time on an idle engine with room, nothing reused, no drafts. Together: all at once, prompts with equal
+beginnings among them, on a pool that is too small for all, in small chunks and with drafts of tokens. Both must give
+the same tokens and the same log-probabilities, bit for bit. The drafts come from the answers given alone, right for
+some tokens and then wrong, so that both are tried.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.config import EngineSettings
+from headrace.core.generation import SamplingParams
+from headrace.engine.drafter import Draft, DraftWish
+from headrace.engine.load_model import LoadedModel
+from headrace.engine.model_runner import ModelRunner
+from headrace.engine.paged_kv import PagedKV
+from headrace.verify.run_requests import Ran, run_requests
+
+OUTPUT_TOKENS = 40
+LOGPROBS = 20  # of the best tokens at each place: what is compared stands for the whole row of logits
+CHUNK_TOKENS = 48
+DRAFT_TOKENS, RIGHT_TOKENS = 4, 3  # of each draft
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What came of it. The counts say whether the engine did do what was to be tried."""
+
+    requests: int
+    token_equal: bool
+    bit_equal: bool
+    num_preemptions: int
+    num_shared_blocks: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def as_meant(self) -> bool:
+        """Whether sequences were preempted, blocks shared, and drafts accepted as well as refused: else equality shows
+        nothing of these."""
+        num_refused = self.num_drafted_tokens - self.num_accepted_tokens
+        return min(self.num_preemptions, self.num_shared_blocks, self.num_accepted_tokens, num_refused) > 0
+
+
+def verify_together(
+    model: LoadedModel, settings: EngineSettings, tokens: list[int], *, report: Callable[[str], None]
+) -> Together:
+    """tokens: any text; the prompts are pieces of it. Overwrites the model's pool; blocks."""
+    block_tokens = model.kv.layout.block_tokens
+    prompts = _prompts(tokens, block_tokens, model.context_tokens_max - OUTPUT_TOKENS)
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, logprobs=LOGPROBS, ignore_eos=True)
+    report(f"answering {len(prompts)} prompts alone, and then together in a small pool, with drafts")
+    alone = asyncio.run(run_requests(model, settings, prompts, sampling=sampling, reuse=False, one_by_one=True))
+    longest = -(-(max(map(len, prompts)) + OUTPUT_TOKENS) // block_tokens)
+    tight = with_pool(model, num_blocks=2 * longest + 1)
+    crowded = replace(settings, prefill_chunk_tokens=CHUNK_TOKENS, draft_tokens=DRAFT_TOKENS)
+    drafter = _AnswersKnown({tuple(p): a.token_ids for p, a in zip(prompts, alone.answers, strict=True)})
+    together = asyncio.run(run_requests(tight, crowded, prompts, sampling=sampling, reuse=True, drafter=drafter))
+    return _compare(alone, together)
+
+
+def with_pool(model: LoadedModel, *, num_blocks: int) -> LoadedModel:
+    """The same weights over a pool of another size."""
+    kv = PagedKV(model.kv.layout, num_blocks, device=model.kv.device)
+    runner = model.runner
+    return replace(
+        model,
+        kv=kv,
+        runner=ModelRunner(runner.model, kv, row_multiple=runner.row_multiple, threads=runner.threads),
+    )
+
+
+class _AnswersKnown:
+    """A drafter that has seen the answers, and spoils the end of each draft."""
+
+    costs_steps = False
+
+    def __init__(self, prompt_to_answer: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        self._prompt_to_answer = prompt_to_answer
+
+    def token_s(self) -> float:
+        return 0.0
+
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        return [self._one(wish) for wish in wishes]
+
+    def leave(self, key: int) -> None:
+        """Nothing is kept of any sequence."""
+
+    def _one(self, wish: DraftWish) -> Draft:
+        answer = self._prompt_to_answer[tuple(wish.token_ids[: wish.num_prompt])]
+        num_known = len(wish.token_ids) - wish.num_prompt
+        right = list(answer[num_known:][: wish.most])
+        return Draft(tuple(right[:RIGHT_TOKENS] + [token ^ 1 for token in right[RIGHT_TOKENS:]]))
+
+
+def _prompts(tokens: list[int], block_tokens: int, tokens_max: int) -> list[list[int]]:
+    """Two families with a common beginning each, one prompt twice, and a short one."""
+    head = max(block_tokens, min(2 * block_tokens, tokens_max - block_tokens))
+    tail = min(block_tokens // 2 + 1, tokens_max - head)
+    first, second = tokens[:head], tokens[head : 2 * head]
+
+    def ending(number: int) -> list[int]:
+        return tokens[2 * head + number * tail :][:tail]
+
+    return [
+        first + ending(0),
+        first + ending(0),
+        first + ending(1),
+        second + ending(2),
+        second + ending(3),
+        tokens[5:12],
+    ]
+
+
+def _compare(alone: Ran, together: Ran) -> Together:
+    pairs = list(zip(alone.answers, together.answers, strict=True))
+    return Together(
+        requests=len(pairs),
+        token_equal=all(one.token_ids == other.token_ids for one, other in pairs),
+        bit_equal=all(one.deltas == other.deltas for one, other in pairs),
+        num_preemptions=together.num_preemptions,
+        num_shared_blocks=together.num_shared_blocks,
+        num_drafted_tokens=together.num_drafted_tokens,
+        num_accepted_tokens=together.num_accepted_tokens,
+    )
