@@ -160,8 +160,9 @@ class WorkerColumns:
 
 
 def tokens_max(worker: WorkerRecord) -> int:
-    """Prompt plus output that one sequence may have on a worker: its context, or all of its pool if that is less."""
-    return min(worker.context_tokens_max, worker.pool_blocks * worker.namespace.layout.block_tokens)
+    """Prompt plus output that one sequence may have on a worker. It announces less than its model's context when its
+    pool is too small for that; of a model with a window, a sequence can be longer than the pool."""
+    return worker.context_tokens_max
 
 
 def _with_costs_of_peers(records: Sequence[WorkerRecord]) -> tuple[WorkerRecord, ...]:
