@@ -27,7 +27,9 @@ VERB_FILES = [p for p in SOURCES if "_" in p.stem and p.stem.split("_")[0] in VE
 NOT_EMPTY = [p for p in SOURCES if p.name != "__init__.py" or p.read_text(encoding="utf-8").strip()]
 # A port's in-memory twin may be used by tests only; a package is referenced by what is in it.
 REFERENCED = [p for p in SOURCES if p.name not in ("__init__.py", "__main__.py") and not p.stem.startswith("memory_")]
-LIMITS = [SERVICES / "core" / name for name in ("limits.py", "index_limits.py", "draft_limits.py")]
+LIMITS = [
+    SERVICES / "core" / name for name in ("limits.py", "index_limits.py", "draft_limits.py", "overtake_limits.py")
+]
 VAGUE = ("utils", "common", "helpers", "manager", "base", "misc")
 
 

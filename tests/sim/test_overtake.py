@@ -4,19 +4,28 @@ import asyncio
 
 import pytest
 from simulated_engine import LAYOUT
-from test_split_load import NUM_BLOCKS, Holders, timed
+from simulated_nodes import FaultRates
+from test_split_load import LEASE_S, NUM_BLOCKS, Holders, timed
 from virtual_loop import run_virtual
 
-from headrace.core.limits import OVERTAKE_ROUND_TRIP_MS, OVERTAKE_SHARE, OVERTAKE_WATCH_MS
+from headrace.core.block import CacheSource
+from headrace.core.overtake_limits import (
+    OVERTAKE_LOOK_MS,
+    OVERTAKE_ROUND_TRIP_MAX_MS,
+    OVERTAKE_SHARE,
+    ROUND_TRIPS_KNOWN,
+)
 from headrace.core.step_costs import PrefillCost
 from headrace.core.transfer_budget import TransferBudget
+from headrace.transfer.timed_nodes import TimedStoreNodes
 
 B = LAYOUT.block_tokens
 TOKENS = NUM_BLOCKS * B
 COST = PrefillCost(base_s=0.01, tokens_per_s=8.0, attention_s=1e-4)  # half a second for each block
 COLD_S = float(COST.seconds(0, TOKENS))
-OWN_S = 0.21 + 2 * OVERTAKE_WATCH_MS / 1000  # a copy in a slow thread, which is waited for, and when we look
-PROMISE_S = (1 + OVERTAKE_SHARE) * COLD_S + OVERTAKE_ROUND_TRIP_MS / 1000 + OWN_S
+RELEASE_S = 2 * LEASE_S  # a simulated node answers when a lease is given back, and that is waited for
+OWN_S = 0.21 + RELEASE_S  # and a copy in a slow thread
+PROMISE_S = (1 + OVERTAKE_SHARE) * COLD_S + OVERTAKE_ROUND_TRIP_MAX_MS / 1000 + OWN_S
 
 
 def budget(predicted_s: float) -> TransferBudget:
@@ -44,6 +53,67 @@ def test_a_load_and_what_is_left_to_compute_keep_the_promise(block_s, hangs_befo
             assert loaded.num_blocks == hangs_before
 
     run_virtual(main, seed=seed)
+
+
+SHORT = PrefillCost(base_s=0.005, tokens_per_s=400.0, attention_s=0.0)  # 10 ms for each block
+FAULTS = {
+    "silent": {"answers": False},
+    "stalls at once": {"hangs_before": 0},
+    "stalls later": {"hangs_before": 3, "block_s": 0.002},
+    "slow": {"block_s": 0.02},
+    "drips": {"block_s": 3_600},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("num_blocks", [1, 2, 4, 8, NUM_BLOCKS])
+@pytest.mark.parametrize("seed", range(2))
+def test_short_prompts_keep_the_promise_by_the_round_trip_that_was_measured(fault, num_blocks, seed):
+    """Fails when a prompt of 15 ms waits for a silent node as long as one of ten seconds may."""
+
+    async def main(clock):
+        holders = Holders(clock, {"b": NUM_BLOCKS}, seed=seed)
+        await holders.store()
+        nodes = holders.nodes = TimedStoreNodes(holders.nodes, clock)
+        for _ in range(ROUND_TRIPS_KNOWN):
+            await holders.load()
+        round_trip_s = nodes.times.round_trip_s([("b", CacheSource.GRPC)])
+        assert round_trip_s <= 2 * LEASE_S
+        for name, value in FAULTS[fault].items():
+            setattr(holders.stores["b"], name, value)
+        tokens, cold_s = num_blocks * B + 1, float(SHORT.seconds(0, num_blocks * B + 1))
+        allowed = TransferBudget(SHORT, 0, num_blocks * B, tokens, 0.001, round_trip_s)
+        loaded, seconds = await timed(holders.load(budget=allowed, end_block=num_blocks), clock)
+        left_s = float(SHORT.seconds(loaded.num_blocks * B, tokens))
+        copy_s = 0.005 if loaded.num_blocks else 0.0
+        own_s = OVERTAKE_LOOK_MS / 1000 + copy_s + RELEASE_S
+        assert seconds + left_s <= (1 + OVERTAKE_SHARE) * cold_s + round_trip_s + own_s
+        holders.check(loaded)
+
+    run_virtual(main, seed=seed, stalls=0.0)
+
+
+def test_a_way_that_has_become_longer_is_found_out():
+    """Fails when loads are given up before the answer could be there, each time again."""
+
+    async def main(clock):
+        holders = Holders(clock, {"b": NUM_BLOCKS})
+        await holders.store()
+        nodes = holders.nodes = TimedStoreNodes(holders.nodes, clock)
+        for _ in range(ROUND_TRIPS_KNOWN):
+            await holders.load()
+        holders.stores["b"]._rates = FaultRates(delay_s=0.06)
+        holders.stores["b"].block_s = 0.0
+        loaded = []
+        for _ in range(40):
+            round_trip_s = nodes.times.round_trip_s([("b", CacheSource.GRPC)])
+            allowed = TransferBudget(SHORT, 0, 8 * B, 8 * B + 1, 0.001, round_trip_s)
+            loaded.append((await holders.load(budget=allowed, end_block=8)).num_blocks)
+        assert loaded[0] == 0
+        assert loaded[-20:].count(8) >= 15
+        assert nodes.times.round_trip_s([("b", CacheSource.GRPC)]) < OVERTAKE_ROUND_TRIP_MAX_MS / 1000
+
+    run_virtual(main, seed=3, stalls=0.0)
 
 
 @pytest.mark.parametrize("seed", range(3))

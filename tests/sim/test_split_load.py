@@ -36,8 +36,11 @@ class PacedStore(DirectStore):
         self.lease_ids: list[str] = []
         self.sent: list[int] = []  # positions
         self.hangs_before: int | None = None  # position
+        self.answers = True
 
     async def lease_prefix(self, *args, **fields):
+        if not self.answers:
+            await asyncio.sleep(3_600)
         lease = await super().lease_prefix(*args, **fields)
         if lease.lease_id:
             self.lease_ids.append(lease.lease_id)

@@ -10,6 +10,12 @@ from virtual_loop import run_virtual
 from headrace.core.block import CacheSource
 from headrace.core.limits import WORKER_LINKS_MAX
 from headrace.core.members import WorkerRole
+from headrace.core.overtake_limits import (
+    OVERTAKE_ROUND_TRIP_MAX_MS,
+    OVERTAKE_ROUND_TRIP_MIN_MS,
+    ROUND_TRIPS_KEPT,
+    ROUND_TRIPS_KNOWN,
+)
 from headrace.decode.decode_tokens import decode_tokens
 from headrace.transfer.timed_nodes import LinkTimes
 
@@ -55,3 +61,36 @@ def test_only_the_links_used_last_are_remembered():
     names = [link.node_id for link in times.links()]
     assert len(names) == WORKER_LINKS_MAX
     assert names[-2:] == ["always", f"node-{2 * WORKER_LINKS_MAX - 1}"]
+
+
+FAR, NEAR = ("b", CacheSource.GRPC), ("a", CacheSource.SHARED_MEMORY)
+LONGEST_S, LEAST_S = OVERTAKE_ROUND_TRIP_MAX_MS / 1000, OVERTAKE_ROUND_TRIP_MIN_MS / 1000
+
+
+def test_a_way_is_known_after_some_round_trips_and_takes_as_long_as_any_of_the_last():
+    """Fails when one quick answer makes the next one late, or when one that was late counts for ever."""
+    times = LinkTimes()
+    for _ in range(ROUND_TRIPS_KNOWN - 1):
+        times.add_round_trip(FAR, 0.02)
+    assert times.round_trip_s([FAR]) == LONGEST_S
+    times.add_round_trip(FAR, 0.03)
+    assert times.round_trip_s([FAR]) == 0.03
+    assert times.round_trip_s([FAR, NEAR]) == LONGEST_S, "nothing is known of the other"
+    for _ in range(ROUND_TRIPS_KEPT):
+        times.add_round_trip(FAR, 0.0001)
+    assert times.round_trip_s([FAR]) == LEAST_S
+    assert times.round_trip_s([]) == LEAST_S
+
+
+def test_a_wait_that_was_given_up_counts_only_when_none_was_as_long():
+    """Fails when clients that go away make a way look short, or silence does not make it look long."""
+    times = LinkTimes()
+    for _ in range(ROUND_TRIPS_KNOWN):
+        times.add_round_trip(FAR, 0.02)
+    for _ in range(ROUND_TRIPS_KEPT):
+        times.add_given_up(FAR, 0.001)
+    assert times.round_trip_s([FAR]) == 0.02
+    times.add_given_up(FAR, 0.05)
+    assert times.round_trip_s([FAR]) == 0.05
+    times.add_given_up(FAR, 10.0)
+    assert times.round_trip_s([FAR]) == LONGEST_S

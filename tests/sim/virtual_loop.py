@@ -63,16 +63,18 @@ class _JumpingSelector(selectors.BaseSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Virtual time and inline threads. `rng` decides how long thread work takes."""
 
-    def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
+    def __init__(self, clock: VirtualClock, rng: random.Random, *, stalls: float) -> None:
         self._clock = clock
         self._rng = rng
+        self._stalls = stalls
         super().__init__(_JumpingSelector(clock))
 
     def time(self) -> float:
         return self._clock.now_s()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Run `func` within 5 ms, or (one time in ten) 200 ms later. As with a thread, cancelling does not stop it."""
+        """Run `func` within 5 ms, or (one time in ten, as a rule) 200 ms later. Cancelling does not stop it, as it does
+        not stop a thread."""
         result = self.create_future()
 
         def work() -> None:
@@ -85,16 +87,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 if not result.cancelled():
                     result.set_result(value)
 
-        self.call_later(0.2 if self._rng.random() < 0.1 else self._rng.uniform(0, 0.005), work)
+        self.call_later(0.2 if self._rng.random() < self._stalls else self._rng.uniform(0, 0.005), work)
         return result
 
 
 def run_virtual(
-    main: Callable[[VirtualClock], Coroutine[Any, Any, Result]], *, seed: int, clock: VirtualClock | None = None
+    main: Callable[[VirtualClock], Coroutine[Any, Any, Result]],
+    *,
+    seed: int,
+    clock: VirtualClock | None = None,
+    stalls: float = 0.1,
 ) -> Result:
     """Run `main(clock)` to its end on a loop of its own. Errors that asyncio would only log fail the run too."""
     clock = clock or VirtualClock()
-    loop = VirtualLoop(clock, random.Random(seed))
+    loop = VirtualLoop(clock, random.Random(seed), stalls=stalls)
     unhandled: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda loop, context: unhandled.append(context))
     try:

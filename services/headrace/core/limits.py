@@ -113,15 +113,6 @@ LOAD_STALL_MS = 1_000
 # How often a node that waits for work looks at those that are busy.
 LOAD_WATCH_MS = 100
 
-# What a load may cost more than it has saved before the rest is computed instead: a share of computing everything, and
-# a round trip, as long as one takes on a host whose processes wait for a core. Looked at every OVERTAKE_WATCH_MS.
-OVERTAKE_SHARE = 0.05
-OVERTAKE_ROUND_TRIP_MS = 250
-OVERTAKE_WATCH_MS = 20
-
-# From this many times what was predicted on, a load is late, and must be faster than computing from there.
-OVERTAKE_LATE_FACTOR = 2.0
-
 # Remote store nodes that one load asks, best hint first: each costs a round trip, and a third copy is rarely longer.
 LOAD_NODES_MAX = 3
 

@@ -7,13 +7,14 @@
 
 So whatever a source does (slow from the start, stalled in the middle, dripping), a request that gives up then has lost
 no more than that against one which never asked. And a load that is behind its own prediction ends sooner, when what is
-left of it would come later than it can be computed. Pure; the time comes in.
+left of it would come later than it can be computed. The round trip is what this way takes for one, as measured: nobody
+can know sooner that nothing comes. Pure; the time comes in.
 """
 
 import math
 from dataclasses import dataclass
 
-from headrace.core.limits import OVERTAKE_LATE_FACTOR, OVERTAKE_ROUND_TRIP_MS, OVERTAKE_SHARE
+from headrace.core.overtake_limits import OVERTAKE_LATE_FACTOR, OVERTAKE_ROUND_TRIP_MAX_MS, OVERTAKE_SHARE
 from headrace.core.step_costs import PrefillCost
 
 
@@ -26,6 +27,13 @@ class TransferBudget:
     end_token: int  # the load ends here at the latest
     prompt_tokens: int  # what is not loaded is computed, up to here
     predicted_s: float  # of the whole load, by what is known of the way
+    round_trip_s: float = OVERTAKE_ROUND_TRIP_MAX_MS / 1000  # to the slowest of those that are asked
+
+    def left_s(self, *, seconds: float, loaded_tokens: int) -> float:
+        """How long the load may still go on if nothing more arrives; below 0: the rest had to be computed before."""
+        cold_s = self._compute_s(self.first_token, self.prompt_tokens)
+        rest_s = self._compute_s(self.first_token + loaded_tokens, self.prompt_tokens)
+        return (1 + OVERTAKE_SHARE) * cold_s + self.round_trip_s - rest_s - seconds
 
     def is_over(self, *, seconds: float, loaded_tokens: int, arrived_tokens: int) -> bool:
         """Whether to compute the rest, when so many tokens from `first_token` on are there after so many seconds.
@@ -35,11 +43,9 @@ class TransferBudget:
         at = self.first_token + loaded_tokens
         if at >= self.end_token:
             return False
-        cold_s = self._compute_s(self.first_token, self.prompt_tokens)
-        left_s = self._compute_s(at, self.prompt_tokens)
-        if seconds + left_s > (1 + OVERTAKE_SHARE) * cold_s + OVERTAKE_ROUND_TRIP_MS / 1000:
+        if self.left_s(seconds=seconds, loaded_tokens=loaded_tokens) <= 0:
             return True
-        if seconds <= OVERTAKE_LATE_FACTOR * self.predicted_s + OVERTAKE_ROUND_TRIP_MS / 1000:
+        if seconds <= OVERTAKE_LATE_FACTOR * self.predicted_s + self.round_trip_s:
             return False
         missing = self.end_token - self.first_token - arrived_tokens
         fetch_left_s = seconds / arrived_tokens * missing if arrived_tokens else math.inf

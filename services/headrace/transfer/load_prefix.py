@@ -22,14 +22,15 @@ from headrace.core.limits import (
     LOAD_NODES_MAX,
     LOAD_PIECE_BYTES,
     LOAD_PREFIX_TIMEOUT_MS,
-    OVERTAKE_WATCH_MS,
     RELEASE_TIMEOUT_MS,
 )
+from headrace.core.overtake_limits import OVERTAKE_LOOK_MS, OVERTAKE_WATCH_MS
 from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
 from headrace.core.retention import KEEP, Retention
 from headrace.core.transfer_budget import TransferBudget
 from headrace.transfer.run_in_thread import finish, run_in_thread, until_done
 from headrace.transfer.split_run import Holder, Piece, SplitRun
+from headrace.transfer.timed_nodes import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,14 @@ def _holders(plan: LoadPlan, nodes: StoreNodes, piece_blocks: int) -> list[Holde
     return holders
 
 
+def asked_ways(nodes: StoreNodes, sources: frozenset[CacheSource], hint_nodes: Sequence[str]) -> list[Way]:
+    """The store nodes that a load with these hints would ask, and how."""
+    asked = nodes.local_node_id() if CacheSource.SHARED_MEMORY in sources else ""
+    hints = hint_nodes[:LOAD_NODES_MAX] if CacheSource.GRPC in sources else ()
+    near = [(asked, CacheSource.SHARED_MEMORY)] if asked else []
+    return [*near, *((node_id, CacheSource.GRPC) for node_id in hints if node_id != asked)]
+
+
 async def _deliver(holder: Holder, load: _Load) -> None:
     """Load pieces from one holder until there is nothing that it could do. Raises only cancellation."""
     try:
@@ -160,28 +169,26 @@ async def _deliver(holder: Holder, load: _Load) -> None:
 async def _keep_budget(budget: TransferBudget, load: _Load, delivering: Sequence["asyncio.Task[None]"]) -> None:
     """End the load at what is verified as soon as computing the rest is the better way.
 
-    Of the time between two looks no more counts than the looks were to be apart, twice: when they come later than that,
-    it was our own loop that stood still, and it would have done so while computing.
+    Of the time between two looks no more counts than the looks were to be apart, and OVERTAKE_WATCH_MS: when they come
+    later than that, it was our own loop that stood still, and it would have done so while computing.
     """
-    clock, watch_s = load.deadline.clock, OVERTAKE_WATCH_MS / 1000
+    clock, watch_s, block_tokens = load.deadline.clock, OVERTAKE_WATCH_MS / 1000, load.layout.block_tokens
     seconds, looked_s = 0.0, clock.now_s()
     while True:
-        _, pending = await asyncio.wait(delivering, timeout=watch_s)
-        if not pending:
-            return
-        now_s = clock.now_s()
-        seconds, looked_s = seconds + min(now_s - looked_s, 2 * watch_s), now_s
-        block_tokens = load.layout.block_tokens
+        loaded_tokens = len(load.run.unbroken_sources()) * block_tokens
         num_arrived = load.run.num_delivered + load.ahead_bytes // load.layout.block_bytes
-        if budget.is_over(
-            seconds=seconds,
-            loaded_tokens=len(load.run.unbroken_sources()) * block_tokens,
-            arrived_tokens=num_arrived * block_tokens,
-        ):
+        if budget.is_over(seconds=seconds, loaded_tokens=loaded_tokens, arrived_tokens=num_arrived * block_tokens):
             load.faults.append(StoreUnavailable("(any)", "computing the rest was faster than loading it"))
             for task in delivering:
                 task.cancel()  # what has been received is copied and verified yet
             return
+        left_s = budget.left_s(seconds=seconds, loaded_tokens=loaded_tokens)
+        apart_s = max(min(watch_s, left_s), OVERTAKE_LOOK_MS / 1000)
+        _, pending = await asyncio.wait(delivering, timeout=apart_s)
+        if not pending:
+            return
+        now_s = clock.now_s()
+        seconds, looked_s = seconds + min(now_s - looked_s, apart_s + watch_s), now_s
 
 
 async def _load_piece(piece: Piece, load: _Load) -> None:

@@ -1,42 +1,84 @@
-"""StoreNodes that measure how fast each node delivers, for whoever decides where to load from.
+"""StoreNodes that measure how fast each node delivers, for whoever decides where to load from and for how long.
 
 A transfer lasts from the wish for a lease to its release: what a reader waits for, copying and checking included. Only
-whole transfers that delivered something are measured, in bytes of payload. Everything passes through unchanged.
+whole transfers that delivered something are measured, in bytes of payload. A round trip lasts from the wish for a lease
+to the answer; one that was given up took at least that long. Everything passes through unchanged.
 """
 
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+import math
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from headrace.core.block import CacheSource, Chain, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_SHARED_MEMORY, LinkFit
 from headrace.core.limits import WORKER_LINKS_MAX
 from headrace.core.members import MeasuredLink
+from headrace.core.overtake_limits import (
+    OVERTAKE_ROUND_TRIP_MAX_MS,
+    OVERTAKE_ROUND_TRIP_MIN_MS,
+    ROUND_TRIPS_KEPT,
+    ROUND_TRIPS_KNOWN,
+)
 from headrace.core.ports import BlockSink, BlockSource, Lease, StoreNodes
 from headrace.core.retention import KEEP, Retention
 
+Way = tuple[str, CacheSource]  # a store node, and how its blocks come
+
+
+@dataclass(slots=True)
+class _Link:
+    fit: LinkFit
+    has_delivered: bool = False
+    round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=ROUND_TRIPS_KEPT))
+
 
 class LinkTimes:
-    """A fit for each (node, way) that was used lately, at most WORKER_LINKS_MAX of them."""
+    """What was measured of each way that was used lately, at most WORKER_LINKS_MAX of them."""
 
     def __init__(self) -> None:
-        self._fits: OrderedDict[tuple[str, CacheSource], LinkFit] = OrderedDict()
+        self._links: OrderedDict[Way, _Link] = OrderedDict()
 
     def add(self, node_id: str, via: CacheSource, *, num_bytes: int, seconds: float) -> None:
         """One transfer."""
-        key = (node_id, via)
-        if key not in self._fits:
-            self._fits[key] = LinkFit(PRIOR_GRPC if via is CacheSource.GRPC else PRIOR_SHARED_MEMORY)
-            if len(self._fits) > WORKER_LINKS_MAX:
-                self._fits.popitem(last=False)
-        self._fits.move_to_end(key)
-        self._fits[key].add(num_bytes, seconds)
+        link = self._link((node_id, via))
+        link.fit.add(num_bytes, seconds)
+        link.has_delivered = True
+
+    def add_round_trip(self, way: Way, seconds: float) -> None:
+        """A lease was granted, or refused, after so long."""
+        self._link(way).round_trips_s.append(seconds)
+
+    def add_given_up(self, way: Way, seconds: float) -> None:
+        """Nobody waits for a lease any more, after so long: no news, unless none took as long before."""
+        known = self._link(way).round_trips_s
+        if seconds > max(known, default=0.0):
+            known.append(seconds)
+
+    def round_trip_s(self, ways: Iterable[Way]) -> float:
+        """How long it may take to hear from the slowest of these: as long as any lately took, within limits."""
+        longest_s = OVERTAKE_ROUND_TRIP_MIN_MS / 1000
+        for way in ways:
+            known = self._links[way].round_trips_s if way in self._links else ()
+            longest_s = max(longest_s, max(known) if len(known) >= ROUND_TRIPS_KNOWN else math.inf)
+        return min(longest_s, OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
 
     def links(self) -> tuple[MeasuredLink, ...]:
-        """As known now, least lately used first."""
-        costs = [(key, fit.cost()) for key, fit in self._fits.items()]
+        """Those that have delivered, as known now, least lately used first."""
+        costs = [(way, link.fit.cost()) for way, link in self._links.items() if link.has_delivered]
         return tuple(MeasuredLink(node_id, via, c.bytes_per_s, c.round_trip_s) for (node_id, via), c in costs)
+
+    def _link(self, way: Way) -> _Link:
+        if way not in self._links:
+            prior = PRIOR_GRPC if way[1] is CacheSource.GRPC else PRIOR_SHARED_MEMORY
+            self._links[way] = _Link(LinkFit(prior))
+            if len(self._links) > WORKER_LINKS_MAX:
+                self._links.popitem(last=False)
+        self._links.move_to_end(way)
+        return self._links[way]
 
 
 class TimedStoreNodes:
@@ -81,10 +123,6 @@ class _TimedSource:
         self._clock = clock
         self._begun: dict[str, tuple[float, int]] = {}  # lease to (time of the wish, bytes delivered)
 
-    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
-        """As BlockSource.held_blocks."""
-        return await self._source.held_blocks(namespace, chain, deadline=deadline)
-
     async def lease_prefix(
         self,
         namespace: NamespaceId,
@@ -97,10 +135,16 @@ class _TimedSource:
     ) -> Lease:
         """As BlockSource.lease_prefix. One that may wait for a block to be computed says nothing about the way."""
         asked_s = self._clock.now_s()
-        lease = await self._source.lease_prefix(
-            namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
-        )
+        try:
+            lease = await self._source.lease_prefix(
+                namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
+            )
+        except asyncio.CancelledError:
+            if not wait_s:
+                self._times.add_given_up(self._key, self._clock.now_s() - asked_s)
+            raise
         if not wait_s:
+            self._times.add_round_trip(self._key, self._clock.now_s() - asked_s)
             self._begun[lease.lease_id] = (asked_s, 0)
         return lease
 

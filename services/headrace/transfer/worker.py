@@ -45,7 +45,7 @@ from headrace.engine.event_stream import FilledBlock
 from headrace.engine.list_device import list_device
 from headrace.transfer.device_expiry import DeviceExpiry
 from headrace.transfer.follow_prefill import await_first_block, follow_prefill
-from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, load_prefix
+from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, asked_ways, load_prefix
 from headrace.transfer.load_window import WindowTable, load_window
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
@@ -303,15 +303,16 @@ class Worker:
         prefill, block_tokens = self.engine.load().ahead.prefill, request.prompt.block_tokens
         if prefill == PRIOR_PREFILL or not blocks:
             return None
-        nodes = {self.nodes.local_node_id(), *hint_nodes}
-        rates = [link.bytes_per_s for link in self._timed_nodes.times.links() if link.node_id in nodes]
-        num_bytes = len(blocks) * self.layout.block_bytes
+        ways = asked_ways(self.nodes, request.cache.sources, hint_nodes)
+        times, num_bytes = self._timed_nodes.times, len(blocks) * self.layout.block_bytes
+        rates = [link.bytes_per_s for link in times.links() if (link.node_id, link.via) in ways]
         return TransferBudget(
             prefill=prefill,
             first_token=blocks.start * block_tokens,
             end_token=blocks.stop * block_tokens,
             prompt_tokens=len(request.prompt.token_ids),
             predicted_s=num_bytes / min(rates, default=PRIOR_GRPC.bytes_per_s),
+            round_trip_s=times.round_trip_s(ways),
         )
 
     async def _load(

@@ -3,18 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.limits import OVERTAKE_ROUND_TRIP_MS, OVERTAKE_SHARE
+from headrace.core.overtake_limits import OVERTAKE_SHARE
 from headrace.core.step_costs import PrefillCost
 from headrace.core.transfer_budget import TransferBudget
 
-ROUND_TRIP_S = OVERTAKE_ROUND_TRIP_MS / 1000
+ROUND_TRIP_S = 0.02
 SLOW = PrefillCost(base_s=0.01, tokens_per_s=1_000.0, attention_s=1e-7)
 
 
 def make_budget(
     *, tokens: int = 10_000, first_token: int = 0, predicted_s: float = 0.5, prefill=SLOW
 ) -> TransferBudget:
-    return TransferBudget(prefill, first_token, tokens - 1, tokens, predicted_s)
+    return TransferBudget(prefill, first_token, tokens - 1, tokens, predicted_s, ROUND_TRIP_S)
 
 
 def is_over(budget: TransferBudget, *, seconds: float, loaded_tokens: int) -> bool:
@@ -64,6 +64,14 @@ def test_a_source_that_gives_nothing_is_left_after_the_allowance():
     allowance_s = OVERTAKE_SHARE * SLOW.seconds(0, 10_000) + ROUND_TRIP_S
     assert not is_over(budget, seconds=allowance_s - 0.01, loaded_tokens=0)
     assert is_over(budget, seconds=allowance_s + 0.01, loaded_tokens=0)
+
+
+def test_when_a_look_is_due_is_when_the_load_is_over():
+    """Fails when the next look comes after the moment from which computing had to begin."""
+    budget = make_budget(predicted_s=100.0)
+    left_s = budget.left_s(seconds=0.1, loaded_tokens=100)
+    assert not is_over(budget, seconds=0.1 + left_s - 1e-6, loaded_tokens=100)
+    assert is_over(budget, seconds=0.1 + left_s + 1e-6, loaded_tokens=100)
 
 
 def test_a_load_that_is_complete_is_not_over():

@@ -1,0 +1,18 @@
+"""Bounds of loading a prefix against computing it, each with its reason. As `limits.py`, which has all others."""
+
+# What a load may cost more than it has saved before the rest is computed instead: a share of computing everything, and
+# a round trip. Looked at every OVERTAKE_WATCH_MS, and when the time is over; never sooner again than OVERTAKE_LOOK_MS.
+OVERTAKE_SHARE = 0.05
+OVERTAKE_WATCH_MS = 20
+OVERTAKE_LOOK_MS = 1
+
+# A round trip is the longest of the last ROUND_TRIPS_KEPT on that way: of equal chances, one healthy load in 33 takes
+# longer. Never less than a wake-up takes on a busy host (MIN); and as long as one takes where all processes wait for a
+# core (MAX) while fewer than ROUND_TRIPS_KNOWN were measured, since the first ones open connections.
+ROUND_TRIPS_KEPT = 32
+ROUND_TRIPS_KNOWN = 8
+OVERTAKE_ROUND_TRIP_MIN_MS = 5
+OVERTAKE_ROUND_TRIP_MAX_MS = 250
+
+# From this many times what was predicted on, a load is late, and must be faster than computing from there.
+OVERTAKE_LATE_FACTOR = 2.0
