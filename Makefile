@@ -16,7 +16,7 @@ test: install lint
 lint: install
 	$(BIN)/ruff check services cluster tests benchmarks
 	$(BIN)/ruff format --check services cluster tests benchmarks
-	$(BIN)/mypy --strict services/headrace/core services/headrace/wire
+	$(BIN)/mypy --strict services/headrace/core services/headrace/wire services/headrace/gateway
 	$(BIN)/lint-imports
 
 down:

@@ -4,10 +4,11 @@ import asyncio
 import json
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-from live_load import ask_all, make_token_ids, wait_until_at_rest
-from local_system import LocalSystem, wait_until
+from live_load import ask, ask_all, cold_ids, make_token_ids, wait_until_at_rest
+from local_system import BLOCK_TOKENS, LocalSystem, wait_until
 
 CALLERS = 1_000
 
@@ -41,6 +42,21 @@ def test_a_thousand_callers_at_once_are_answered_or_told_to_come_back(system: Lo
     assert time.monotonic() - ended_s < 10
     wait_until_at_rest(system)
     wait_until(lambda: len(system.worker_ids("decode")) == 2, within_s=1, what="every worker still a member")
+
+
+def test_a_hot_prefix_is_computed_a_few_times_and_served_by_both_workers(system: LocalSystem):
+    """Fails when many requests that begin alike each compute the beginning, when all of them wait for the one worker
+    that has it, or when a tail meets another one's."""
+    head = make_token_ids(40 * BLOCK_TOKENS, seed=131_000)
+    prompts = [head + make_token_ids(20, seed=131_001 + number) for number in range(48)]
+    expected = cold_ids(system, prompts[:8])
+    with ThreadPoolExecutor(24) as pool:
+        results = list(pool.map(lambda prompt: ask(system, prompt), prompts))
+    assert [result.token_ids for result in results[:8]] == expected
+    computed = sum(len(prompt) - result.usage.cached.total for prompt, result in zip(prompts, results, strict=True))
+    assert computed < 8 * len(head)  # 1.5 of them are the tails
+    assert {result.decode_worker for result in results} == set(system.worker_ids("decode"))
+    wait_until_at_rest(system)
 
 
 async def post(base: str, path: str, body: bytes) -> tuple[bytes, bytes]:
