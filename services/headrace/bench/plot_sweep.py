@@ -31,7 +31,7 @@ def plot_sweep(report: SweepReport, path: Path) -> None:
                 panel.bar_label(bars, fmt="{:,.0f}", padding=2)
             else:
                 # Curves may lie upon each other: what is below must still be seen.
-                style = {"marker": "osD^v"[place % 5], "markersize": 10 - 1.5 * place, "linewidth": 3 - 0.4 * place}
+                style = {"marker": "osD^vP"[place % 6], "markersize": 10 - 1.5 * place, "linewidth": 3 - 0.4 * place}
                 panel.plot([rate for rate, _ in points], [value for _, value in points], label=name, **style)
         panel.margins(y=0.1)  # room for a bar's label
         panel.set(ylabel=unit, title=title, ylim=(0, None))
