@@ -2,9 +2,10 @@
 
 This file owns the arithmetic of attention and the rules that make a row's bits independent of chunking and batch:
 
-- One sequence per matrix product. Its queries are cut on an absolute grid of `TILE` positions, and the keys of a tile
-  always reach to the end of that tile, the tail masked: the number of keys changes the bits of a row even under a
-  mask, so a row must see the same number whoever computes it.
+- Each sequence has matrix products of its own. Its queries are cut on an absolute grid of `TILE` positions, and the
+  keys of a tile always reach to the end of that tile, the tail masked: the number of keys changes the bits of a row
+  even under a mask, so a row must see the same number whoever computes it. Sequences that have equally many rows of
+  the same tile (those that decode, mostly) go as one batch of products, which changes no bits.
 - Where a layer has a window, the keys of a tile begin at the grid at or before the first one that the tile's first
   position sees. That too is the tile's, not the row's: the same keys whoever computes a row.
 - The query heads that share a KV head are the rows of one matrix, padded to a multiple of `HEAD_ROWS`. How many such
@@ -12,10 +13,14 @@ This file owns the arithmetic of attention and the rules that make a row's bits 
 - Keys and values behind the sequence's end, and before the first that is there, are zeroed in the gathered copy.
   Whatever a block held before (a payload that failed its checksum, say) must not reach a product, since 0 x NaN is NaN.
 
+Most of a small step's time is the cost of calling operators. So what does not depend on the layer (masks, indices,
+buffers and the views of them) is made once a step, in a plan, and a layer is a few operators over it.
+
 It knows nothing of models, schedulers or who owns a block. The step's context travels by a contextvar, because some
 models drop unknown keyword arguments on the way to the attention function.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,6 +41,10 @@ HEAD_ROWS = 4
 # Scores of one product, all heads together: 4 M elements are 8 MiB in bfloat16, which a large cache holds and which
 # keeps a tile of a 9-head model whole up to a context of 3,600.
 SCORES_ELEMENTS_MAX = 4 * 1024 * 1024
+
+# K and V that are gathered for one batch of sequences: 2 M elements are 4 MiB in bfloat16. They are read again at once,
+# so they should stay in a cache; more sequences in a batch are fewer operators.
+GATHERED_ELEMENTS_MAX = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +71,7 @@ class Scratch:
 
     def take(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """A tensor of `shape` with old contents; valid until `name` is taken again."""
-        numel = 1
-        for size in shape:
-            numel *= size
+        numel = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel or buffer.dtype != like.dtype:
             buffer = self._buffers[name] = torch.empty(numel, dtype=like.dtype, device=like.device)
@@ -72,26 +79,77 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some rows of one span inside one tile: one set of matrix products a layer. Made once a step, for all layers."""
+class LayerRule:
+    """How one layer attends. softcap: scores become softcap * tanh(scores / softcap). sinks: one logit a head."""
 
-    span_index: int
-    rows: slice  # of the flattened batch
-    keys: slice  # of the sequence: from the grid on, to the end of the tile
-    mask: torch.Tensor  # [packed rows, keys] of 0 and -inf, added to the scores
-    scores: torch.Tensor  # scratch, [kv_heads, packed rows, keys]
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredKeys:
+    """Where K and V of a batch of sequences of one layer are copied to. Made once a step, filled once a layer."""
+
+    rows: torch.Tensor  # of the pool, as `PagedKV.gather` wants them
+    copied: torch.Tensor  # scratch, [rows, block_tokens * head_dim]
+    blanks: tuple[torch.Tensor, ...]  # views of it: behind a sequence's end, and before the first key that is there
+    # Views of it to be copied once more, where the grid is no multiple of the block: alignment may change bits.
+    realigned: tuple[torch.Tensor, torch.Tensor] | None
+    keys: torch.Tensor  # [2, sequences * kv_heads, keys, head_dim], from the grid on
+
+    def fill(self, kv: PagedKV, layer: int) -> None:
+        """Copy from the pool."""
+        kv.gather(layer, self.rows, self.copied)
+        for blank in self.blanks:
+            blank.zero_()
+        if self.realigned is not None:
+            self.realigned[0].copy_(self.realigned[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """As many rows of each of a batch of sequences, inside one tile: two matrix products a layer. Made once a step.
+
+    `packed rows` are rows x query heads of one KV head, padded to a multiple of HEAD_ROWS.
+    """
+
+    gathered: GatheredKeys
+    rows: slice  # of the flattened batch, sequence by sequence
+    queries: torch.Tensor  # view of `packed`: [sequences, rows, kv_heads, group, head_dim]
+    packed: torch.Tensor  # [sequences * kv_heads, packed rows, head_dim], zero in the padding
+    keys: torch.Tensor  # of the gathered: [sequences * kv_heads, head_dim, keys]
+    values: torch.Tensor  # of the gathered: [sequences * kv_heads, keys, head_dim]
+    scores: torch.Tensor  # scratch, [sequences * kv_heads, packed rows, keys]
     weights: torch.Tensor  # scratch, same shape
+    hideable: torch.Tensor  # view of scores: [sequences, kv_heads, packed rows, those keys that a row may not see]
+    mask: torch.Tensor  # [sequences, 1, packed rows, those keys] of 0 and -inf, added to them
+    attended: torch.Tensor  # scratch, [sequences * kv_heads, packed rows, head_dim]
+    results: torch.Tensor  # view of it, shaped as queries
+    output: torch.Tensor  # view of the plan's output, shaped as queries
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step as the layers of one window see it."""
+
+    pieces: tuple[Piece, ...]
+    output: torch.Tensor  # [rows, heads * head_dim], zero in rows that are padding; each layer overwrites it
 
 
 @dataclass(slots=True)
 class StepContext:
-    """What one forward pass needs to find its KV; valid for that pass only."""
+    """What one forward pass needs to find its KV; valid for that pass only.
+
+    Spans that have equally many rows of one tile, side by side, are computed as one batch.
+    """
 
     kv: PagedKV
     spans: Sequence[SequenceSpan]
     slots: torch.Tensor  # [real rows] int64: block_id * block_tokens + offset of each row
     scratch: Scratch
-    pieces: dict[int | None, list[Piece]] = field(default_factory=dict)  # by window
+    plans: dict[int | None, Plan] = field(default_factory=dict)  # by window
 
 
 @dataclass(slots=True)
@@ -137,107 +195,181 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Store the rows' K and V in the pool, then attend over each sequence's blocks.
+    """`attend`, as transformers calls it.
 
-    query [1, heads, rows, head_dim]; key, value [1, kv_heads, rows, head_dim]. Rows behind the context's real ones are
-    padding: stored nowhere, and zero in the result ([1, rows, heads, head_dim], None).
-    softcap: scores become softcap * tanh(scores / softcap). s_aux: one sink logit for each head.
+    query [1, heads, rows, head_dim]; key, value [1, kv_heads, rows, head_dim]. Gives [1, rows, heads, head_dim], None.
     """
     context = _context.get()
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(context, ShapeProbe):
-        context.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        context.windows[layer] = sliding_window
         context.causal &= bool(getattr(module, "is_causal", True))
-        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
-
-    num_rows, kv_heads = context.slots.shape[0], key.shape[1]
-    context.kv.write_rows(layer, context.slots, key[0, :, :num_rows], value[0, :, :num_rows])
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
-    pieces = context.pieces.get(sliding_window)
-    if pieces is None:
-        pieces = context.pieces[sliding_window] = _plan_pieces(context, query.shape[1], sliding_window)
-    # [rows, kv_heads, group, head_dim]: the query heads of one KV head, side by side
-    grouped = query[0].transpose(0, 1).unflatten(1, (kv_heads, -1))
-    output = torch.zeros(grouped.shape, dtype=query.dtype, device=query.device)
-    gathered_index = -1
-    for piece in pieces:
-        if piece.span_index != gathered_index:
-            gathered_index = piece.span_index
-            gathered = _gather(context.kv, layer, context.spans[gathered_index], piece.keys.start)
-            first_key = piece.keys.start
-        keys, values = gathered[:, :, piece.keys.start - first_key : piece.keys.stop - first_key]
-        # [kv_heads, rows * group, head_dim], then padded to the mask's rows
-        packed = grouped[piece.rows].transpose(0, 1).flatten(1, 2)
-        num_packed = packed.shape[1]
-        packed = pad(packed, (0, 0, 0, piece.mask.shape[0] - num_packed))
-        _score(packed, keys, piece, scale=scale, softcap=softcap)
-        _weigh(piece, sinks=s_aux, num_packed=num_packed)
-        attended = torch.bmm(piece.weights, values)[:, :num_packed]
-        output[piece.rows] = attended.unflatten(1, (-1, grouped.shape[2])).transpose(0, 1)
-    return output.flatten(1, 2).unsqueeze(0), None
+    rule = LayerRule(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    attended = attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)
+    return attended.view(1, query.shape[2], query.shape[1], -1), None
 
 
-def _gather(kv: PagedKV, layer: int, span: SequenceSpan, first_key: int) -> torch.Tensor:
-    """A copy of one sequence's K and V of one layer from position `first_key` on, [2, kv_heads, keys, head_dim]; zero
-    behind the sequence's end and before the first key that is there."""
-    first_block, offset = divmod(first_key, kv.layout.block_tokens)
-    gathered = kv.gather(layer, span.block_table[first_block:])
-    if offset:  # a block size that the grid is no multiple of; copied, since alignment may change bits
-        gathered = gathered[:, :, offset:].contiguous()
-    if span.end - first_key < gathered.shape[2]:
-        gathered[:, :, span.end - first_key :] = 0
-    if span.first_key > first_key:
-        gathered[:, :, : span.first_key - first_key] = 0
-    return gathered
+def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: LayerRule) -> torch.Tensor:
+    """Store the rows' K and V in the pool, then attend over each sequence's blocks.
+
+    query [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]. Returns [rows, heads * head_dim], valid until
+    the next layer's call. Rows behind the context's real ones are padding: stored nowhere, and zero in the result.
+    """
+    context = _context.get()
+    if isinstance(context, ShapeProbe):
+        context.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        context.windows[layer] = rule.window
+        return query.new_zeros((query.shape[0], query.shape[1] * value.shape[2]))
+    num_rows = context.slots.shape[0]
+    context.kv.write_rows(layer, context.slots, key[:num_rows].transpose(0, 1), value[:num_rows].transpose(0, 1))
+    plan = context.plans.get(rule.window)
+    if plan is None:
+        plan = context.plans[rule.window] = _plan_step(context, query, rule.window)
+    gathered = None
+    for piece in plan.pieces:
+        if piece.gathered is not gathered:
+            gathered = piece.gathered
+            gathered.fill(context.kv, layer)
+        torch.mul(query[piece.rows].view(piece.queries.shape), rule.scale, out=piece.queries)
+        torch.bmm(piece.packed, piece.keys, out=piece.scores)
+        if rule.softcap is not None:
+            piece.scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        piece.hideable.add_(piece.mask)
+        _weigh(piece, rule.sinks)
+        torch.bmm(piece.weights, piece.values, out=piece.attended)
+        piece.output.copy_(piece.results)
+    return plan.output
 
 
-def _score(packed: torch.Tensor, keys: torch.Tensor, piece: Piece, *, scale: float, softcap: float | None) -> None:
-    """piece.scores = scaled, capped and masked products of packed [kv_heads, packed rows, head_dim] with the keys."""
-    if softcap is None:
-        torch.baddbmm(piece.mask, packed, keys.transpose(1, 2), alpha=scale, out=piece.scores)
-        return
-    torch.bmm(packed, keys.transpose(1, 2), out=piece.scores)
-    piece.scores.mul_(scale / softcap).tanh_().mul_(softcap).add_(piece.mask)
-
-
-def _weigh(piece: Piece, *, sinks: torch.Tensor | None, num_packed: int) -> None:
+def _weigh(piece: Piece, sinks: torch.Tensor | None) -> None:
     """piece.weights = softmax of the scores, with one more column for the sink where a head has one."""
     if sinks is None:
         torch.softmax(piece.scores, dim=-1, out=piece.weights)
         return
-    kv_heads, padded_rows, _ = piece.scores.shape
-    group = sinks.shape[0] // kv_heads
-    sink = sinks.to(piece.scores.dtype).view(kv_heads, group).repeat(1, num_packed // group)
-    sink = pad(sink, (0, padded_rows - num_packed)).unsqueeze(2)
+    sequences, num_rows, kv_heads, group, _ = piece.queries.shape
+    sink = sinks.to(piece.scores.dtype).view(kv_heads, group).repeat(sequences, num_rows)
+    sink = pad(sink, (0, piece.scores.shape[1] - sink.shape[1])).unsqueeze(2)
     piece.weights.copy_(torch.softmax(torch.cat((piece.scores, sink), dim=-1), dim=-1)[..., :-1])
 
 
-def _plan_pieces(context: StepContext, heads: int, window: int | None) -> list[Piece]:
+def _plan_step(context: StepContext, query: torch.Tensor, window: int | None) -> Plan:
     """Cut every span on the tile grid, and further where a product would have too many scores."""
-    kv_heads = context.kv.layout.num_kv_heads
+    heads, head_dim = query.shape[1:]
+    layout = context.kv.layout
+    output = torch.zeros((query.shape[0], heads * head_dim), dtype=query.dtype, device=query.device)
+    by_head = output.view(-1, layout.num_kv_heads, heads // layout.num_kv_heads, head_dim)
     pieces = []
-    for span_index, span in enumerate(context.spans):
-        assert span.first_key <= first_visible(span.start, window), "a key that this layer sees is not there"
-        first = span.start
-        while first < span.end:
-            keys = tile_keys(first, window)
-            num_keys = keys.stop - keys.start
-            last = min(span.end, keys.stop, first + max(1, SCORES_ELEMENTS_MAX // (heads * num_keys)))
-            mask = _mask(context, range(first, last), keys, group=heads // kv_heads, window=window)
-            shape = (kv_heads, *mask.shape)
-            pieces.append(
-                Piece(
-                    span_index=span_index,
-                    rows=slice(span.row + first - span.start, span.row + last - span.start),
-                    keys=keys,
-                    mask=mask,
-                    scores=context.scratch.take("scores", shape, mask),
-                    weights=context.scratch.take("weights", shape, mask),
-                )
-            )
-            first = last
-    return pieces
+    for spans in _batches(context, heads, window):
+        assert spans[0].first_key <= first_visible(spans[0].start, window), "a key that this layer sees is not there"
+        gathered = _plan_gather(context, spans, window, like=output)
+        done, num_rows = 0, spans[0].num_rows
+        while done < num_rows:
+            start = spans[0].start + done
+            keys = tile_keys(start, window)
+            rows_max = SCORES_ELEMENTS_MAX // (heads * (keys.stop - keys.start))
+            now = min(num_rows - done, keys.stop - start, max(1, rows_max)) if len(spans) == 1 else num_rows
+            pieces.append(_plan_piece(context, spans, range(done, done + now), gathered, window, by_head))
+            done += now
+    return Plan(tuple(pieces), output)
+
+
+def _batches(context: StepContext, heads: int, window: int | None) -> Iterator[list[SequenceSpan]]:
+    """The spans in order: neighbours with equally many rows of the same tile together, as many as are read at once."""
+    batch: list[SequenceSpan] = []
+    for span in context.spans:
+        if batch and not (_alike(batch[0], span) and len(batch) < _sequences_max(context, span, heads, window)):
+            yield batch
+            batch = []
+        batch.append(span)
+    yield batch
+
+
+def _alike(one: SequenceSpan, other: SequenceSpan) -> bool:
+    tile = one.start // TILE
+    in_tile = all(span.start // TILE == (span.end - 1) // TILE == tile for span in (one, other))
+    return in_tile and one.num_rows == other.num_rows and one.first_key == other.first_key
+
+
+def _sequences_max(context: StepContext, span: SequenceSpan, heads: int, window: int | None) -> int:
+    keys, layout = tile_keys(span.start, window), context.kv.layout
+    num_keys = keys.stop - keys.start
+    return min(
+        GATHERED_ELEMENTS_MAX // (2 * layout.num_kv_heads * layout.head_dim * num_keys),
+        SCORES_ELEMENTS_MAX // (heads * span.num_rows * num_keys),
+    )
+
+
+def _plan_gather(
+    context: StepContext, spans: Sequence[SequenceSpan], window: int | None, *, like: torch.Tensor
+) -> GatheredKeys:
+    """For all keys that the spans' pieces have. One batch's blocks lie side by side, K before V."""
+    layout, kv = context.kv.layout, context.kv
+    first_key = tile_keys(spans[0].start, window).start
+    stop_key = tile_keys(spans[0].end - 1, window).stop
+    first_block, offset = divmod(first_key, layout.block_tokens)
+    tables = torch.stack([span.block_table[first_block:] for span in spans])  # [sequences, blocks]
+    rows = kv.rows_of(tables)  # [2, sequences, kv_heads, blocks]
+    copied = context.scratch.take("gathered", (rows.numel(), layout.block_tokens * layout.head_dim), like)
+    # [2, sequences, kv_heads, keys from the first block on, head_dim]
+    by_sequence = copied.view(*rows.shape[:3], -1, layout.head_dim)
+    blanks = []
+    for which, span in enumerate(spans):
+        if span.end < first_block * layout.block_tokens + by_sequence.shape[3]:
+            blanks.append(by_sequence[:, which, :, span.end - first_block * layout.block_tokens :])
+        if span.first_key > first_key:
+            blanks.append(by_sequence[:, which, :, : span.first_key - first_block * layout.block_tokens])
+    keys = by_sequence[:, :, :, offset : offset + stop_key - first_key]
+    realigned = None
+    if offset:
+        aligned = context.scratch.take("realigned", tuple(keys.shape), like)
+        realigned = (aligned, keys)
+        keys = aligned
+    return GatheredKeys(rows.flatten(), copied, tuple(blanks), realigned, keys.flatten(1, 2))
+
+
+def _plan_piece(
+    context: StepContext,
+    spans: Sequence[SequenceSpan],
+    part: range,
+    gathered: GatheredKeys,
+    window: int | None,
+    output: torch.Tensor,
+) -> Piece:
+    """part: which rows of each span. output: [rows, kv_heads, group, head_dim]"""
+    scratch = context.scratch
+    _, kv_heads, group, head_dim = output.shape
+    sequences, num_rows = len(spans), len(part)
+    num_packed = -(-num_rows * group // HEAD_ROWS) * HEAD_ROWS
+    keys = tile_keys(spans[0].start + part.start, window)
+    first = keys.start - tile_keys(spans[0].start, window).start
+    found = gathered.keys[:, :, first : first + keys.stop - keys.start]
+    packed = torch.zeros((sequences * kv_heads, num_packed, head_dim), dtype=output.dtype, device=output.device)
+    scores = scratch.take("scores", (sequences * kv_heads, num_packed, keys.stop - keys.start), output)
+    attended = scratch.take("attended", tuple(packed.shape), output)
+    # Without a window every key before the tile is seen by all of its rows.
+    hideable_from = keys.stop - TILE if window is None else keys.start
+    mask = _mask(context, spans, part, range(hideable_from, keys.stop), group=group, window=window)
+    rows = slice(spans[0].row + part.start, spans[0].row + part.start + sequences * num_rows)
+
+    def by_row(padded: torch.Tensor) -> torch.Tensor:
+        real = padded.view(sequences, kv_heads, num_packed, head_dim)[:, :, : num_rows * group]
+        return real.unflatten(2, (num_rows, group)).transpose(1, 2)
+
+    return Piece(
+        gathered=gathered,
+        rows=rows,
+        queries=by_row(packed),
+        packed=packed,
+        keys=found[0].transpose(1, 2),
+        values=found[1],
+        scores=scores,
+        weights=scratch.take("weights", tuple(scores.shape), output),
+        hideable=scores.view(sequences, kv_heads, num_packed, -1)[..., hideable_from - keys.start :],
+        mask=mask,
+        attended=attended,
+        results=by_row(attended),
+        output=output[rows].unflatten(0, (sequences, num_rows)),
+    )
 
 
 def first_visible(position: int, window: int | None) -> int:
@@ -251,13 +383,23 @@ def tile_keys(position: int, window: int | None) -> slice:
     return slice(first_visible(tile_start, window) // TILE * TILE, tile_start + TILE)
 
 
-def _mask(context: StepContext, rows: range, keys: slice, *, group: int, window: int | None) -> torch.Tensor:
-    """[rows * group, padded; keys]: 0 where a query may see a key, -inf where it may not."""
+def _mask(
+    context: StepContext,
+    spans: Sequence[SequenceSpan],
+    part: range,
+    keys: range,
+    *,
+    group: int,
+    window: int | None,
+) -> torch.Tensor:
+    """[sequences, 1, rows * group, padded; keys]: 0 where a query may see a key, -inf where it may not."""
     device = context.slots.device
-    queries = torch.arange(rows.start, rows.stop, device=device).repeat_interleave(group).unsqueeze(1)
-    positions = torch.arange(keys.start, keys.stop, device=device).unsqueeze(0)
+    starts = torch.tensor([span.start for span in spans], device=device).view(-1, 1, 1)
+    rows = torch.arange(part.start, part.stop, device=device).repeat_interleave(group)
+    queries = starts + rows.view(1, -1, 1)
+    positions = torch.arange(keys.start, keys.stop, device=device)
     hidden = positions > queries
     if window is not None:
         hidden |= positions <= queries - window
-    hidden = pad(hidden, (0, 0, 0, -hidden.shape[0] % HEAD_ROWS))
+    hidden = pad(hidden, (0, 0, 0, -hidden.shape[1] % HEAD_ROWS)).unsqueeze(1)
     return torch.zeros(hidden.shape, dtype=context.kv.dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from headrace.core.block import KvLayout
 from headrace.core.errors import ModelRefused
 from headrace.engine.attention import ATTENTION_NAME, TILE
+from headrace.engine.fused_layer import fuse_layers
 from headrace.engine.load_weights import load_weights
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.paged_kv import PagedKV
@@ -56,6 +57,7 @@ def forward_difference(model: torch.nn.Module, *, vocab_size: int) -> float:
     references = [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]
     model.set_attn_implementation(ATTENTION_NAME)
     probe = probe_shapes(model)
+    fuse_layers(model)
     kv_heads, head_dim, _ = probe.shapes[0]
     layout = KvLayout("float32", len(probe.shapes), kv_heads, head_dim, BLOCK_TOKENS)
     tables = [list(range(math.ceil(len(prompt) / BLOCK_TOKENS))) for prompt in prompts]

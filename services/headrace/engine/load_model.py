@@ -27,6 +27,7 @@ from headrace.engine.check_model import local_directory
 from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
+from headrace.engine.fused_layer import fuse_layers
 from headrace.engine.load_weights import load_weights
 from headrace.engine.model_digests import (
     position_digest,
@@ -43,7 +44,15 @@ from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes, windows_line
 
 TORCH_THREADS_MAX = 4  # what `torch_threads: 0` means at most; more workers on a host serve it better than more threads
-CODE_FILES = ("attention", "compare_forward", "model_runner", "numerics_probe", "packed_linear", "paged_kv")
+CODE_FILES = (
+    "attention",
+    "compare_forward",
+    "fused_layer",
+    "model_runner",
+    "numerics_probe",
+    "packed_linear",
+    "paged_kv",
+)
 
 Report = Callable[[str], None]
 
@@ -92,6 +101,7 @@ def load_model(
     if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max)) is not None:
         report(f"{name}: {windowed}")
     if model.device.type == "cpu":
+        fuse_layers(model)
         pack_linears(model)
     numerics = _check_numerics(
         settings,

@@ -62,12 +62,15 @@ class ModelRunner:
         """
         assert steps
         assert all(0 <= step.num_logits <= len(step.token_ids) > 0 for step in steps)
-        token_ids = [token for step in steps for token in step.token_ids]
-        positions = [p for step in steps for p in range(step.start, step.start + len(step.token_ids))]
-        context = self._lay_out(steps)
+        order = sorted(range(len(steps)), key=lambda which: _company(steps[which]))
+        ordered = [steps[which] for which in order]
+        token_ids = [token for step in ordered for token in step.token_ids]
+        positions = [p for step in ordered for p in range(step.start, step.start + len(step.token_ids))]
+        context = self._lay_out(ordered)
+        which_to_span = dict(zip(order, context.spans, strict=True))
         wanted: list[int] = []
-        for step, span in zip(steps, context.spans, strict=True):
-            end = span.row + span.num_rows
+        for which, step in enumerate(steps):
+            end = which_to_span[which].row + len(step.token_ids)
             wanted += range(end - step.num_logits, end)
         self.use_threads(len(token_ids))
         device = self.kv.device
@@ -124,3 +127,8 @@ class ModelRunner:
             slots=torch.tensor(slots, dtype=torch.int64, device=device),
             scratch=self._scratch,
         )
+
+
+def _company(step: SequenceStep) -> tuple[int, int, int]:
+    """Steps of which this is equal are computed as one batch of products, if their rows lie side by side."""
+    return len(step.token_ids), step.start // TILE, step.first_block

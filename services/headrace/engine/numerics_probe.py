@@ -88,12 +88,18 @@ def _runs_agree(runner: ModelRunner) -> bool:
     first = runner.run_step([stranger(0, 0, 30), piece(0, TILE)])
     second = runner.run_step([piece(TILE, middle), stranger(0, 30, 31), stranger(1, 0, STRANGER_TOKENS)])
     third = runner.run_step([stranger(0, 31, 32), piece(middle, end)])
+    # Single rows of one tile go as one batch of products.
+    row, last = TILE // 2, STRANGER_TOKENS - 1
+    alone_in_tile = runner.run_step([piece(row, row + 1)])[0]
+    in_batch = runner.run_step([piece(row, row + 1), stranger(1, last, last + 1), stranger(0, 32, 33)])
     return (
         runner.kv.bytes_in_order(table, end) == whole_kv
         and torch.equal(first[0], alone)
         and torch.equal(first[1], ragged[1])
         and torch.equal(second[0], ragged[2])
         and torch.equal(third[1], whole)
+        and torch.equal(in_batch[0], alone_in_tile)
+        and torch.equal(in_batch[1], second[2])
     )
 
 

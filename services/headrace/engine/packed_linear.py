@@ -26,6 +26,10 @@ class PackedLinear(nn.Module):
         """rows [..., in_features] -> [..., out_features]."""
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
 
+    def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """residual [..., out_features] plus the product, rounded once."""
+        return torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self.packed, self.bias, "add")
+
 
 def pack_linears(model: nn.Module) -> int:
     """Replace every plain linear layer of a CPU model, in place; returns how many.

@@ -72,15 +72,27 @@ class PagedKV:
             if not self._is_raw:
                 codes, scales = encode_rows(rows, codec=self.layout.codec)
                 self._scales[layer, which].flatten(1, 2)[:, slots] = scales
-            self.pool[layer, which].flatten(1, 2)[:, slots] = codes
+            self.pool[layer, which].flatten(1, 2).index_copy_(1, slots, codes)
 
-    def gather(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
-        """A copy of one layer's K and V of these blocks in the model's dtype, `[2, num_kv_heads, keys, head_dim]`."""
-        gathered = self.pool[layer].index_select(2, block_table).flatten(2, 3)
+    def rows_of(self, block_tables: torch.Tensor) -> torch.Tensor:
+        """For `gather`: where K and V of these blocks are, `[2, sequences, num_kv_heads, blocks]` of the pool's runs.
+
+        block_tables: [sequences, blocks] int64 on the pool's device.
+        """
+        heads = self.layout.num_kv_heads
+        runs = torch.arange(2 * heads, device=self.device) * self.num_blocks
+        return runs.view(2, 1, heads, 1) + block_tables.unsqueeze(1)
+
+    def gather(self, layer: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy one layer's blocks in the model's dtype. rows: [n]; out: [n, block_tokens * head_dim]."""
+        codes = self.pool[layer].view(-1, out.shape[1])
         if self._is_raw:
-            return gathered
-        scales = self._scales[layer].index_select(2, block_table).flatten(2, 3)
-        return decode_rows(gathered, scales, codec=self.layout.codec)
+            torch.index_select(codes, 0, rows, out=out)
+            return
+        head_dim = self.layout.head_dim
+        scales = self._scales[layer].view(-1, self.layout.block_tokens).index_select(0, rows)
+        decoded = decode_rows(codes.index_select(0, rows).unflatten(1, (-1, head_dim)), scales, codec=self.layout.codec)
+        out.copy_(decoded.flatten(1))
 
     def block(self, block_id: int) -> torch.Tensor:
         """One block's numbers in place, `layout.shape`, strided; for those who own it. Of a raw pool only."""

@@ -10,6 +10,7 @@ from headrace.core.block import KvLayout
 from headrace.core.errors import ModelRefused
 from headrace.engine.attention import ATTENTION_NAME, register_attention
 from headrace.engine.compare_forward import LOGIT_TOLERANCE, forward_difference
+from headrace.engine.fused_layer import fuse_layers
 from headrace.engine.model_families import REFUSED, SERVED, check_family
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.packed_linear import pack_linears
@@ -71,6 +72,7 @@ def test_greedy_tokens_equal_plain_transformers(case):
     prompts = [tuple(dice.randrange(VOCAB_SIZE) for _ in range(n)) for n in PROMPT_LENGTHS]
     expected = [plain_greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
     assert len({tuple(e) for e in expected}) == len(prompts)
+    fuse_layers(model)
     pack_linears(model)
     assert paged_greedy(make_runner(model), prompts, NEW_TOKENS, seed=case) == expected
 

@@ -7,6 +7,7 @@ import torch
 
 from headrace.core.block import KvLayout, payload_digest
 from headrace.engine.attention import ATTENTION_NAME, register_attention
+from headrace.engine.fused_layer import fuse_layers
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.numerics_probe import find_row_multiple, probe_numerics, probe_runner
 from headrace.engine.packed_linear import pack_linears
@@ -17,11 +18,14 @@ from tests.unit.engine_model.tiny_models import VOCAB_SIZE, make_model
 POOL_TOKENS = 1_600
 
 
-def make_exact_model(case="llama", dtype=torch.float32, *, packed=True):
+def make_exact_model(case="llama", dtype=torch.float32, *, form="fused"):
+    """form: transformers' modules, those with packed linear layers, or as `load_model` has them: fused and packed."""
     register_attention()
     model = make_model(case, dtype=dtype)
     model.set_attn_implementation(ATTENTION_NAME)
-    if packed:
+    if form == "fused":
+        fuse_layers(model)
+    if form != "plain":
         pack_linears(model)
     return model
 
@@ -113,11 +117,11 @@ def count_differences(model, seed, *, block_tokens, **settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("form", ["fused", "packed", "plain"])
 @pytest.mark.parametrize("block_tokens", [1, 7, 16, 64])
-def test_bits_do_not_depend_on_chunks_company_or_where_the_prefix_came_from(dtype, packed, block_tokens):
+def test_bits_do_not_depend_on_chunks_company_or_where_the_prefix_came_from(dtype, form, block_tokens):
     """Fails at once when padding, the tile grid or the zeroed tail is dropped from the code."""
-    model = make_exact_model(dtype=dtype, packed=packed)
+    model = make_exact_model(dtype=dtype, form=form)
     found = [count_differences(model, seed, block_tokens=block_tokens) for seed in range(4)]
     assert sum(compared for *_, compared in found) >= 5
     assert [(bad_logits, bad_kv) for bad_logits, bad_kv, _ in found] == [(0, 0)] * len(found)
@@ -192,7 +196,7 @@ def test_a_mixed_model_may_not_give_blocks_up():
 
 def test_without_row_padding_the_same_check_finds_differences():
     """The control: the check above can fail. Plain float32 rows take another kernel when there are fewer than four."""
-    model = make_exact_model(dtype=torch.float32, packed=False)
+    model = make_exact_model(dtype=torch.float32, form="plain")
     found = [count_differences(model, seed, block_tokens=16, row_multiple=1) for seed in range(4)]
     assert sum(bad_logits + bad_kv for bad_logits, bad_kv, _ in found) > 0
 
@@ -204,7 +208,7 @@ def test_the_self_test_at_load_finds_a_row_multiple_for_good_numerics():
 
 def test_the_self_test_at_load_refuses_numerics_that_depend_on_the_batch():
     """A layer whose result depends on how many rows it sees cannot be made exact by padding."""
-    model = make_exact_model(dtype=torch.float32)
+    model = make_exact_model(dtype=torch.float32, form="packed")
 
     class DependsOnRows(torch.nn.Module):
         def forward(self, rows):
@@ -215,7 +219,7 @@ def test_the_self_test_at_load_refuses_numerics_that_depend_on_the_batch():
 
 
 def test_the_probe_digest_names_the_numbers_and_not_the_block_size():
-    model = make_exact_model(dtype=torch.bfloat16)
+    model = make_exact_model(dtype=torch.bfloat16, form="packed")
 
     def digest(block_tokens):
         return probe_numerics(probe_runner(model, make_layout(model, block_tokens), row_multiple=4, threads=1))
@@ -225,3 +229,20 @@ def test_the_probe_digest_names_the_numbers_and_not_the_block_size():
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight.mul_(1.01)
     assert digest(16) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_sequences_of_one_tile_computed_as_one_batch_have_the_bits_they_have_alone(dtype, num_rows):
+    """Decoding: fails if a batch of products gave a row other bits, mixed sequences up, or the order of logits."""
+    model = make_exact_model(dtype=dtype)
+    reference, runner = Reference(model, 16), make_runner(model, 16)
+    dice = random.Random(num_rows)
+    steps, expected = [], []
+    for which, length in enumerate((140, 7, 200, 131, 12, 255)):  # of two tiles, in an order that mixes them
+        tokens = tuple(dice.randrange(VOCAB_SIZE) for _ in range(length))
+        table = range(which * 16, which * 16 + 16)
+        runner.run_step([SequenceStep(tokens[:-num_rows], 0, table, 0)])
+        steps.append(SequenceStep(tokens[-num_rows:], length - num_rows, table, 1))
+        expected.append(reference.compute(tokens))
+    assert torch.equal(runner.run_step(steps), torch.stack(expected))

@@ -41,6 +41,14 @@ def test_payload_layout_is_layers_then_k_and_v_then_heads_then_tokens():
     assert torch.equal(kv.pool[:, :, :, 4], expected)
 
 
+def gather(kv, layer, blocks):
+    """[2, heads, keys, head_dim] of one sequence, which is the second of a batch of two."""
+    rows = kv.rows_of(torch.tensor([[0] * len(blocks), blocks]))
+    out = torch.empty((rows.numel(), kv.layout.block_tokens * kv.layout.head_dim), dtype=kv.dtype)
+    kv.gather(layer, rows.flatten(), out)
+    return out.view(2, 2, kv.layout.num_kv_heads, -1, kv.layout.head_dim)[:, 1]
+
+
 @pytest.mark.parametrize("codec", ["int8_token", "fp8_token"])
 def test_a_quantised_pools_block_is_what_the_codec_makes_of_its_rows(codec):
     """Fails if scales and codes of a payload lie elsewhere than the format says, or a row of one step among others."""
@@ -59,8 +67,7 @@ def test_a_quantised_pools_block_is_what_the_codec_makes_of_its_rows(codec):
     decoded = torch.empty_like(numbers)
     coder.decode(expected, decoded)
     for layer in range(3):
-        gathered = kv.gather(layer, torch.tensor([4, 1]))
-        assert gathered.dtype == torch.bfloat16
+        gathered = gather(kv, layer, [4, 1])
         assert torch.equal(gathered[:, :, :8], decoded[layer])
         assert not gathered[:, :, 8:].any()
 
@@ -69,7 +76,7 @@ def test_a_raw_pool_gathers_what_was_written():
     kv = make_kv()
     rows = torch.randn((2, 2, 3, 16), generator=torch.Generator().manual_seed(2)).bfloat16()
     kv.write_rows(1, torch.tensor([9, 8, 47]), rows[0], rows[1])
-    gathered = kv.gather(1, torch.tensor([5, 1]))
+    gathered = gather(kv, 1, [5, 1])
     assert torch.equal(gathered[:, :, [9, 8, 7]], rows)
     assert not kv.pool[[0, 2]].any()
 
