@@ -65,10 +65,10 @@ def _load_draft_model(
         raise ConfigInvalid(
             "speculation", f"must be off, ngram or a model; as a model it cannot be used: {error}"
         ) from error
-    size, target_size = _parameters(draft), _parameters(target)
+    size, target_size = _weight_bytes(draft), _weight_bytes(target)
     if 2 * size > target_size:
         report(
-            f"draft model: {draft.name} has {size / 1e6:,.0f} M parameters, {target.name} {target_size / 1e6:,.0f} M: "
+            f"draft model: {draft.name} has {size / 1e6:,.0f} MB of weights, {target.name} {target_size / 1e6:,.0f}: "
             "drafts that take as long as what they spare will not be made; choose a smaller one"
         )
     return draft
@@ -86,5 +86,5 @@ def _check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
         )
 
 
-def _parameters(model: LoadedModel) -> int:
-    return sum(module.numel() for module in model.runner.model.parameters())
+def _weight_bytes(model: LoadedModel) -> int:
+    return sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in model.path.glob(pattern))

@@ -72,6 +72,9 @@ class Prophet:
         ]
 
 
+DRAFTERS = ("right", "two of three right", "wrong")
+
+
 class Liar(Prophet):
     """Always wrong."""
 
@@ -100,7 +103,7 @@ async def both(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("drafter", [Prophet(wrong_every=10_000), Prophet(wrong_every=3), Liar()], ids=str)
+@pytest.mark.parametrize("drafter", [Prophet(wrong_every=10_000), Prophet(wrong_every=3), Liar()], ids=DRAFTERS)
 async def test_every_bit_is_as_without_drafts_whether_they_are_right_or_not(
     make_engine: MakeEngine, drafter: Prophet, temperature: float
 ) -> None:
