@@ -6,9 +6,10 @@ OVERTAKE_SHARE = 0.05
 OVERTAKE_WATCH_MS = 20
 OVERTAKE_LOOK_MS = 1
 
-# A round trip is the longest of the last ROUND_TRIPS_KEPT on that way: of equal chances, one healthy load in 33 takes
-# longer. Never less than a wake-up takes on a busy host (MIN); and as long as one takes where all processes wait for a
-# core (MAX) while fewer than ROUND_TRIPS_KNOWN were measured, since the first ones open connections.
+# A round trip, from the wish to the first block, is the longest of the last ROUND_TRIPS_KEPT on that way: of equal
+# chances, one healthy load in 33 takes longer. Never less than a wake-up takes on a busy host (MIN); and as long as one
+# takes where all processes wait for a core (MAX) while fewer than ROUND_TRIPS_KNOWN were measured, since the first ones
+# open connections.
 ROUND_TRIPS_KEPT = 32
 ROUND_TRIPS_KNOWN = 8
 OVERTAKE_ROUND_TRIP_MIN_MS = 5

@@ -2,7 +2,8 @@
 
 A transfer lasts from the wish for a lease to its release: what a reader waits for, copying and checking included. Only
 whole transfers that delivered something are measured, in bytes of payload. A round trip lasts from the wish for a lease
-to the answer; one that was given up took at least that long. Everything passes through unchanged.
+until the first block is there: nothing is saved sooner. One that was given up took at least so long. Everything passes
+through unchanged.
 """
 
 import asyncio
@@ -49,17 +50,17 @@ class LinkTimes:
         link.has_delivered = True
 
     def add_round_trip(self, way: Way, seconds: float) -> None:
-        """A lease was granted, or refused, after so long."""
+        """The first block came after so long."""
         self._link(way).round_trips_s.append(seconds)
 
     def add_given_up(self, way: Way, seconds: float) -> None:
-        """Nobody waits for a lease any more, after so long: no news, unless none took as long before."""
+        """Nobody waits for the first block any more, after so long: no news, unless none took as long before."""
         known = self._link(way).round_trips_s
         if seconds > max(known, default=0.0):
             known.append(seconds)
 
     def round_trip_s(self, ways: Iterable[Way]) -> float:
-        """How long it may take to hear from the slowest of these: as long as any lately took, within limits."""
+        """How long the slowest of these may take for its first block: as long as any lately took, within limits."""
         longest_s = OVERTAKE_ROUND_TRIP_MIN_MS / 1000
         for way in ways:
             known = self._links[way].round_trips_s if way in self._links else ()
@@ -144,18 +145,27 @@ class _TimedSource:
                 self._times.add_given_up(self._key, self._clock.now_s() - asked_s)
             raise
         if not wait_s:
-            self._times.add_round_trip(self._key, self._clock.now_s() - asked_s)
             self._begun[lease.lease_id] = (asked_s, 0)
         return lease
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """As BlockSource.fetch_blocks."""
-        async with aclosing(self._source.fetch_blocks(lease, deadline=deadline)) as payloads:
-            async for payload in payloads:
-                if lease.lease_id in self._begun:
-                    asked_s, num_bytes = self._begun[lease.lease_id]
-                    self._begun[lease.lease_id] = (asked_s, num_bytes + payload.nbytes)
-                yield payload
+        try:
+            async with aclosing(self._source.fetch_blocks(lease, deadline=deadline)) as payloads:
+                async for payload in payloads:
+                    self._delivered(lease, payload.nbytes)
+                    yield payload
+        finally:
+            asked_s, num_bytes = self._begun.get(lease.lease_id, (0.0, 1))
+            if not num_bytes:
+                self._times.add_given_up(self._key, self._clock.now_s() - asked_s)
+
+    def _delivered(self, lease: Lease, num_bytes: int) -> None:
+        if lease.lease_id in self._begun:
+            asked_s, before = self._begun[lease.lease_id]
+            self._begun[lease.lease_id] = (asked_s, before + num_bytes)
+            if not before:
+                self._times.add_round_trip(self._key, self._clock.now_s() - asked_s)
 
     async def release(self, lease: Lease, *, suspects: Sequence[int] = ()) -> None:
         """As BlockSource.release."""
