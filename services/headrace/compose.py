@@ -267,7 +267,6 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
         host=config.store.store_host,
         host_id=host_id(config.store.arena_dir),
         metrics_port=server.port,
-        channels=channels,
         clock=clock,
     )
     parts.push_async_callback(peers.stop)

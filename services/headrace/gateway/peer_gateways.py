@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, IndexUnavailable, InvalidRequest
+from headrace.core.errors import IndexUnavailable, InvalidRequest
 from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, MEMBER_TTL_MS
 from headrace.core.members import GatewayRecord
 from headrace.core.ports import Membership
 from headrace.gateway.authenticate import AUTHORIZATION
 from headrace.transfer.channels import Channels, build_server
-from headrace.wire.status import error_of_call, message_of
+from headrace.wire.status import error_of_call
 from headrace.wire.v1 import admin_pb2_grpc
 
 STOP_GRACE_S = 1.0  # for answers under way: an answer takes milliseconds
@@ -35,7 +35,6 @@ class PeerGateways:
         gateway_id: str,
         host: str,
         host_id: str,
-        channels: Channels,
         clock: Clock,
         metrics_port: int = 0,
     ) -> None:
@@ -45,7 +44,6 @@ class PeerGateways:
         self._gateway_id = gateway_id
         self._host = host
         self._host_id = host_id
-        self._channels = channels
         self._clock = clock
         self._server: grpc.aio.Server | None = None
         self._record: GatewayRecord | None = None
@@ -88,10 +86,16 @@ class PeerGateways:
         rpc: of `GatewayPeer`. unknown: what this gateway itself said. Raises InvalidRequest when no other knows more,
         which says who could not be asked.
         """
-        others = [each for each in await self._membership.gateways() if each.gateway_id != self._gateway_id]
-        metadata = ((AUTHORIZATION, authorization),) if authorization else ()
-        asking = [asyncio.create_task(self._ask_one(each, rpc, request, metadata)) for each in others]
         silent = []
+        try:
+            others = [each for each in await self._membership.gateways() if each.gateway_id != self._gateway_id]
+        except IndexUnavailable as away:
+            others, silent = [], [f"other gateways are not known now: {away}"]
+        metadata = ((AUTHORIZATION, authorization),) if authorization else ()
+        channels = Channels()  # of this question: gateways come and go, and questions are rare
+        asking = [
+            asyncio.create_task(_ask_one(each, rpc, request, metadata=metadata, channels=channels)) for each in others
+        ]
         try:
             for answering in asyncio.as_completed(asking):
                 answer = await answering
@@ -103,18 +107,21 @@ class PeerGateways:
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
+            await channels.close()
         nor = f", nor among those of {len(others)} other gateways" if others else ""
         missing = f" ({'; '.join(sorted(silent))})" if silent else ""
         raise InvalidRequest(f"{unknown}{nor}{missing}", param=unknown.param) from None
 
-    async def _ask_one(
-        self, gateway: GatewayRecord, rpc: str, request: Any, metadata: tuple[tuple[str, str], ...]
-    ) -> Any:
-        """Its answer; None when it does not remember the request; a text when it could not be asked."""
-        stub_of: Any = admin_pb2_grpc.GatewayPeerStub
-        method = getattr(stub_of(self._channels.to(gateway.address)), rpc)
-        try:
-            return await method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1000, metadata=metadata)
-        except grpc.aio.AioRpcError as failed:
-            error: HeadraceError = error_of_call(failed)
-            return None if isinstance(error, InvalidRequest) else f"gateway {gateway.gateway_id}: {message_of(error)}"
+
+async def _ask_one(
+    gateway: GatewayRecord, rpc: str, request: Any, *, metadata: tuple[tuple[str, str], ...], channels: Channels
+) -> Any:
+    """Its answer; None when it does not remember the request; a text when it could not be asked."""
+    stub_of: Any = admin_pb2_grpc.GatewayPeerStub
+    method = getattr(stub_of(channels.to(gateway.address)), rpc)
+    try:
+        return await method(request, timeout=ADMIN_CALL_TIMEOUT_MS / 1000, metadata=metadata)
+    except grpc.aio.AioRpcError as failed:
+        if isinstance(error_of_call(failed), InvalidRequest):
+            return None
+        return f"gateway {gateway.gateway_id} does not answer: {failed.code().name}"

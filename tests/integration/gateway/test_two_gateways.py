@@ -16,7 +16,7 @@ from headrace.core.block import Tier
 from headrace.core.clock import SystemClock
 from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams
 from headrace.core.limits import MEMBER_TTL_MS
-from headrace.core.members import WorkerRole
+from headrace.core.members import GatewayRecord, WorkerRole
 from headrace.core.tenants import HashedKey, new_key
 from headrace.gateway.refuse_call import CallRefused
 from headrace.gateway.service import hash_for
@@ -141,6 +141,20 @@ async def test_a_gateway_that_stopped_is_not_asked(two: TwoGateways):
         await two.gateways[1].admin.ExplainRoute(admin_pb2.ExplainRouteRequest(request_id=request_id), context)
     assert "other gateways" not in context.details
     assert time.monotonic() - began_s < 5
+
+
+async def test_a_gateway_that_does_not_answer_is_named_and_keeps_nobody_waiting(two: TwoGateways):
+    """Fails when one that died, whose record still stands, holds up a question, or is passed over in silence."""
+    request_id = await two.generate(0, "one")
+    dead = GatewayRecord(gateway_id="dead", incarnation=1, host="h", address="127.0.0.1:1", pid=1)
+    await two.membership.announce(dead, ttl_ms=MEMBER_TTL_MS)
+    asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
+    assert (await two.gateways[1].admin.ExplainRoute(asked, Context("one"))).request_id == request_id
+    context = Context("one")
+    with pytest.raises(CallRefused):
+        await two.gateways[1].admin.ExplainRoute(admin_pb2.ExplainRouteRequest(request_id="0"), context)
+    assert "2 other gateways" in context.details
+    assert "gateway dead does not answer: UNAVAILABLE" in context.details
 
 
 async def test_both_find_the_same_holders_and_choose_the_same_workers(two: TwoGateways):
