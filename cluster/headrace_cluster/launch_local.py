@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.compose import check_tenants, prepare_model
+from headrace.compose import check_drafter, check_tenants, prepare_model
 from headrace.config import Config, config_to_flat, load_config
 from headrace.core.errors import HeadraceError
+from headrace.engine.drafter import NGRAM, OFF
 from headrace_cluster.local_instance import (
     CONFIG_FILE,
     INSTANCE_VARIABLE,
@@ -64,6 +65,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
             raise LaunchFailed(f"a system is up already at {running.http_url}; end it first (headrace down)")
         _clean_up(state_dir, report)
         check_tenants(config.gateway)
+        check_drafter(config.model, config.engine)
         prepare_model(config.model, report=report)
         instance_id = secrets.token_hex(4)
         (state_dir / CONFIG_FILE).write_text(json.dumps(config_to_flat(config)), encoding="utf-8")
@@ -79,11 +81,14 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Gateways read the tenants file in processes with other working directories than this one."""
-    if not config.gateway.tenants_file:
-        return config
-    path = str(Path(config.gateway.tenants_file).expanduser().resolve())
-    return replace(config, gateway=replace(config.gateway, tenants_file=path))
+    """Gateways read the tenants file, and workers the draft model, in processes with other working directories."""
+    if config.gateway.tenants_file:
+        path = str(Path(config.gateway.tenants_file).expanduser().resolve())
+        config = replace(config, gateway=replace(config.gateway, tenants_file=path))
+    draft = Path(config.engine.speculation).expanduser()
+    if config.engine.speculation not in (OFF, NGRAM) and draft.is_dir():
+        config = replace(config, engine=replace(config.engine, speculation=str(draft.resolve())))
+    return config
 
 
 def down(state_dir: Path, *, report: Report) -> bool:

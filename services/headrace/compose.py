@@ -15,7 +15,7 @@ from typing import Any
 from headrace.blocks.disk_tier import disk_path
 from headrace.blocks.host_arena import arena_path as arena_path_of
 from headrace.blocks.host_arena import host_id
-from headrace.config import DEFAULT_MODEL, Config, GatewaySettings, ModelSettings, StoreSettings
+from headrace.config import DEFAULT_MODEL, Config, EngineSettings, GatewaySettings, ModelSettings, StoreSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.clock import SystemClock
 from headrace.core.errors import InvalidRequest
@@ -50,6 +50,13 @@ def prepare_model(settings: ModelSettings, *, report: Report) -> None:
         from headrace.engine.check_model import check_model
 
         check_model(settings)
+
+
+def check_drafter(model: ModelSettings, engine: EngineSettings) -> None:
+    """Refuse a draft model that no worker could use, as far as that can be told at once. Raises ConfigInvalid."""
+    from headrace.engine.check_model import check_draft_model
+
+    check_draft_model(model, engine)
 
 
 def check_tenants(settings: GatewaySettings) -> None:

@@ -21,9 +21,10 @@ from headrace.core.block import HashAlgorithm, HashedPrompt, hash_prompt
 from headrace.core.clock import Clock, Deadline, SystemClock
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import SamplingParams, TokenDelta
+from headrace.engine.drafter import NGRAM, OFF
 from headrace.engine.engine import Engine
 from headrace.engine.event_stream import FilledBlock
-from headrace.engine.load_drafter import NGRAM, OFF, load_drafter
+from headrace.engine.load_drafter import load_drafter
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.paged_kv import PagedKV

@@ -1,10 +1,14 @@
 """Refuse a model that no worker could serve, before anything is started: what can be told at once, without torch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from headrace.config import ModelSettings
-from headrace.core.errors import ModelRefused
+from tokenizers import Tokenizer
+
+from headrace.config import EngineSettings, ModelSettings
+from headrace.core.errors import ConfigInvalid, ModelRefused
+from headrace.engine.drafter import NGRAM, OFF
 from headrace.engine.model_families import check_architecture
 
 
@@ -32,3 +36,35 @@ def local_directory(model: str) -> Path | None:
     if model.startswith((".", "/", "~")):
         raise ModelRefused(model, "there is no such directory")
     return None
+
+
+def check_draft_model(model: ModelSettings, engine: EngineSettings) -> None:
+    """As `check_model` for the model that `speculation` names; and that its tokens are the model's, where both are
+    local directories. Raises ConfigInvalid."""
+    if engine.speculation in (OFF, NGRAM):
+        return
+    try:
+        check_model(replace(model, model=engine.speculation))
+        draft = local_directory(engine.speculation)
+    except ModelRefused as error:
+        raise no_draft_model(error) from error
+    target = local_directory(model.model)
+    if draft is not None and target is not None:
+        check_tokens(target.name, target, draft.name, draft)
+
+
+def check_tokens(target_name: str, target: Path, draft_name: str, draft: Path) -> None:
+    """Two models' directories must mean the same by a token id. Raises ConfigInvalid with a token that differs."""
+    own, other = (Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab() for path in (target, draft))
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if differing:
+        raise ConfigInvalid(
+            "speculation",
+            f"{draft_name} has other tokens than {target_name}: {len(differing)} have another id or none, as "
+            f"{differing[0]!r}; a draft model must share its model's tokenizer",
+        )
+
+
+def no_draft_model(error: ModelRefused) -> ConfigInvalid:
+    """What is said of a model that cannot draft."""
+    return ConfigInvalid("speculation", f"must be off, ngram or a model; as a model it cannot be used: {error}")

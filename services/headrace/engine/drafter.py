@@ -9,6 +9,8 @@ from typing import Protocol
 
 from headrace.core.generation import SamplingParams
 
+OFF, NGRAM = "off", "ngram"  # what `speculation` may be besides a model
+
 
 @dataclass(frozen=True, slots=True)
 class DraftWish:

@@ -6,18 +6,15 @@ This file owns that choice. It knows nothing of steps.
 from collections.abc import Callable
 from dataclasses import replace
 
-from tokenizers import Tokenizer
-
 from headrace.config import EngineSettings, ModelSettings
 from headrace.core.clock import Clock
 from headrace.core.draft_limits import DRAFT_POOL_SEQUENCE_TOKENS
-from headrace.core.errors import ConfigInvalid, ModelRefused
+from headrace.core.errors import ModelRefused
+from headrace.engine.check_model import check_tokens, no_draft_model
 from headrace.engine.draft_model import ModelDrafter
 from headrace.engine.draft_ngram import NgramDrafter
-from headrace.engine.drafter import Drafter
+from headrace.engine.drafter import NGRAM, OFF, Drafter
 from headrace.engine.load_model import LoadedModel, load_model
-
-OFF, NGRAM = "off", "ngram"
 
 
 def load_drafter(
@@ -38,7 +35,7 @@ def load_drafter(
     if engine.speculation == NGRAM:
         return NgramDrafter()
     draft = _load_draft_model(target, model, engine, report=report)
-    _check_tokens(target, draft)
+    check_tokens(target.name, target.path, draft.name, draft.path)
     return ModelDrafter(
         draft,
         vocab_tokens=int(target.runner.model.config.vocab_size),
@@ -56,15 +53,13 @@ def _load_draft_model(
     try:
         draft = load_model(
             replace(model, model=engine.speculation, exact=False),
-            replace(engine, pool_tokens=blocks * engine.block_tokens, context_tokens_max=0),
+            replace(engine, pool_tokens=blocks * engine.block_tokens, context_tokens_max=0, store_codec="raw"),
             trust_group="",
             hash_algorithm=target.namespace.hash_algorithm,
             report=lambda line: report(f"draft model: {line}"),
         )
     except ModelRefused as error:
-        raise ConfigInvalid(
-            "speculation", f"must be off, ngram or a model; as a model it cannot be used: {error}"
-        ) from error
+        raise no_draft_model(error) from error
     size, target_size = _weight_bytes(draft), _weight_bytes(target)
     if 2 * size > target_size:
         report(
@@ -72,18 +67,6 @@ def _load_draft_model(
             "drafts that take as long as what they spare will not be made; choose a smaller one"
         )
     return draft
-
-
-def _check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
-    """Both must mean the same by a token id."""
-    own, other = (Tokenizer.from_file(str(model.path / "tokenizer.json")).get_vocab() for model in (target, draft))
-    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-    if differing:
-        raise ConfigInvalid(
-            "speculation",
-            f"{draft.name} has other tokens than {target.name}: {len(differing)} have another id or none, as "
-            f"{differing[0]!r}; a draft model must share its model's tokenizer",
-        )
 
 
 def _weight_bytes(model: LoadedModel) -> int:

@@ -1,5 +1,6 @@
 """The setting `speculation` becomes a drafter, or says why it cannot."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from headrace.core.block import HashAlgorithm
 from headrace.core.clock import SystemClock
 from headrace.core.errors import ConfigInvalid
 from headrace.core.generation import SamplingParams
+from headrace.engine.check_model import check_draft_model
 from headrace.engine.draft_ngram import NgramDrafter
 from headrace.engine.drafter import Draft, DraftWish
 from headrace.engine.load_drafter import load_drafter
@@ -59,6 +61,20 @@ def test_a_draft_model_with_other_tokens_is_refused_with_the_reason(target, tmp_
     other = save_model(tmp_path / "other", seed=2, tokens=VOCAB_SIZE - 1)
     with pytest.raises(ConfigInvalid, match=r"'t159'.*must share its model's tokenizer"):
         load(target, str(other), [])
+
+
+def test_a_draft_model_is_looked_at_before_anything_is_loaded(target, tmp_path):
+    """Fails when a system starts for half a minute to say what its two directories say at once."""
+    other = save_model(tmp_path / "other", seed=2, tokens=VOCAB_SIZE - 1)
+    for speculation, why in (
+        (str(other), "must share its model's tokenizer"),
+        (str(tmp_path / "none"), "no such directory"),
+        (str(target.path), ""),
+        ("ngram", ""),
+    ):
+        refused = pytest.raises(ConfigInvalid, match=why) if why else nullcontext()
+        with refused:
+            check_draft_model(ModelSettings(model=str(target.path)), replace(ENGINE, speculation=speculation))
 
 
 def test_what_is_no_model_is_refused_with_the_choices(target):
