@@ -16,7 +16,7 @@ class RoutePlan:
     fetch_s: float  # meanwhile
     compute_s: float
     hand_off_s: float  # until the decode worker has what was computed, and the first token
-    price_s: float  # what the work costs others, while no worker is free
+    price_s: float  # what the work costs others: while no worker is free, and prompts that it passes
     interference_s: float  # ... and what it takes from decodes beside it
     decode_s: float  # the first output tokens
     memory_s: float  # until a running sequence ends and leaves room

@@ -28,6 +28,7 @@ from headrace.core.decision import PlanColumns
 from headrace.core.generation import GenerateRequest, WorkerId
 from headrace.core.limits import LOAD_NODES_MAX
 from headrace.core.members import NO_MATCH, PrefixMatch
+from headrace.core.overtaking import WaitingPrompts, queue_before
 from headrace.core.step_costs import LinkCost
 from headrace.core.worker_columns import WorkerColumns
 
@@ -55,6 +56,7 @@ class Snapshot:
     in_flight: Mapping[WorkerId, int] = field(default_factory=dict)  # this gateway's own calls, exact
     failed: frozenset[WorkerId] = frozenset()  # workers that already failed in this request
     usual_work_s: float = 0.0  # running mean of the least work that requests needed
+    waiting: WaitingPrompts | None = None  # this gateway's own prompts without a first token; others' it knows not of
 
     def load(self) -> Ints:
         """Requests on each worker. Its own count lags by a refresh but includes other gateways' calls; ours is exact
@@ -96,12 +98,22 @@ class CandidateCosts:
         self.far_blocks = max(self.node_runs.values(), default=0)
         self.longest_blocks = max(self.far_blocks, int(at_hand.max()))
         self.price = gpu_price(self.queue_s[columns.computing], snapshot.usual_work_s)
+        self.before_s, self.overtaken = self._order_among(snapshot.waiting)
         self.scores = self._score(self.far_blocks * prompt.block_tokens)
         self.computed_tokens: Ints = self._num_tokens - self.scores.fetch_to  # of the prompt, on each worker
         self.step_s: Floats = columns.step_s + columns.sequence_s * (self.load + 1)
         self.decode_s: Floats = self.step_s * min(FIRST_TOKENS, request.sampling.max_tokens)
         needed = self._num_tokens // prompt.block_tokens + 1
         self.memory_s: Floats = STEPS_UNTIL_ROOM * self.step_s * (needed > columns.free_blocks)
+
+    def _order_among(self, waiting: WaitingPrompts | None) -> tuple[Floats, Ints | int]:
+        """Seconds until the prompt could begin on each worker, and how many prompts there would wait for it."""
+        columns = self.columns
+        in_order = columns.prefills & ~columns.decodes
+        if waiting is None or not in_order[waiting.rows].any():
+            return self.queue_s, 0
+        work_s = columns.prefill.seconds(np.minimum(self.held_tokens, self._num_tokens - 1), self._num_tokens)
+        return queue_before(self.queue_s, work_s, waiting, in_order=in_order)
 
     def _score(self, far_tokens: int) -> Scores:
         columns = self.columns
@@ -112,7 +124,8 @@ class CandidateCosts:
             way = self._way_to_far(shared, far_tokens)
             copies.append(Copy(np.maximum(self.held_tokens, far_tokens), self._layout.token_bytes, way, idle))
         workers = Workers(
-            queue_s=self.queue_s,
+            queue_s=self.before_s,
+            overtaken=self.overtaken,
             decodes=self.load * columns.decodes,
             own_tokens=self.device_tokens,
             cost=columns.prefill,

@@ -36,11 +36,6 @@ def shortest_first(work_s: float, waited_s: float) -> float:
     return work_s - AGEING_PER_S * waited_s
 
 
-def overtakes(work_s: float, waiting_work_s: float, waited_s: float) -> bool:
-    """Whether a prompt of `work_s` that comes now is computed before one that has waited."""
-    return shortest_first(work_s, 0.0) < shortest_first(waiting_work_s, waited_s)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
     """One prompt's claim to be served. Told apart by identity."""

@@ -71,6 +71,7 @@ class RoutePlanner:
                 in_flight=self._table.in_flight_counts(),
                 failed=excluded,
                 usual_work_s=self._usual_work_s,
+                waiting=self._table.waiting(columns),
             )
             plan = choose_workers(request, snapshot, self._rule, tie_break=self._tie_break)
             if isinstance(plan, Plan):

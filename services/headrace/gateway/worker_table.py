@@ -17,6 +17,7 @@ from headrace.core.errors import UnknownModel, WorkerUnavailable
 from headrace.core.generation import RequestId, WorkerId
 from headrace.core.limits import MEMBER_REFRESH_MS, WORKER_SUSPECT_MS, WORKER_TABLE_KEEP_MS, WORKER_TABLE_REFRESH_MS
 from headrace.core.members import WorkerRecord
+from headrace.core.overtaking import WaitingPrompts
 from headrace.core.worker_columns import WorkerColumns, tokens_max
 
 
@@ -161,6 +162,19 @@ class WorkerTable:
         for row, later in planned.items():
             queue_s[row] = _with_later(columns.queue_s[row], told_s[row], later, now_s)
         return queue_s
+
+    def waiting(self, columns: WorkerColumns) -> WaitingPrompts | None:
+        """This gateway's prompts that have no first token yet, those that records know of as well; None without any."""
+        now_s = self._clock.now_s()
+        row_of = columns.row_of
+        parts = [part for parts in self._planned.values() for part in parts if part.worker_id in row_of]
+        if not parts:
+            return None
+        return WaitingPrompts(
+            rows=np.array([row_of[part.worker_id] for part in parts], dtype=np.int64),
+            work_s=np.array([part.work_s for part in parts], dtype=np.float64),
+            waited_s=np.array([now_s - part.planned_s for part in parts], dtype=np.float64),
+        )
 
     def plan_work(self, request_id: RequestId, worker_id: WorkerId, work_s: float) -> None:
         """This gateway sends a request's work to a worker; until its record can know of it, the table does."""

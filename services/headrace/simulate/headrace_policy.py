@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.core.choose_placement import INTERFERENCE, Copy, Placement, Workers, choose_placement, gpu_price
+from headrace.core.overtaking import queue_before
 from headrace.core.predicted_blocks import PredictedBlocks
 from headrace.simulate.simulated_fleet import QueueOrder, RoutePlan, SimulatedFleet, SimulatedRequest
 
@@ -87,11 +88,11 @@ class HeadracePolicy:
         Workers that decode as well are taken to compute all that waits first: there the finer count makes the median
         shorter and lets more prompts in beside running decodes, whose gaps then miss their target more often.
         """
-        if self._fleet.model.mixed_workers:
-            queue_s = self._fleet.queue_s()
-            return Queue(queue_s, np.zeros(len(queue_s), dtype=np.int64))
+        fleet, model = self._fleet, self._fleet.model
         own = np.minimum(depth, request.input_tokens - 1)
-        return Queue(*self._fleet.queue_before_s(self._fleet.model.prefill.seconds(own, request.input_tokens)))
+        in_order = np.full(model.num_workers, self.order is not QueueOrder.FIRST_COME and not model.mixed_workers)
+        work_s = model.prefill.seconds(own, request.input_tokens)
+        return Queue(*queue_before(fleet.queue_s(), work_s, fleet.waiting_prompts(), in_order=in_order))
 
     def price(self, queue_s: np.ndarray) -> float:
         """What a second of GPU is worth now."""

@@ -19,8 +19,9 @@ from functools import partial
 import numpy as np
 
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
+from headrace.core.overtaking import WaitingPrompts
 from headrace.core.prefix_map import PrefixMap
-from headrace.core.queue_order import AGEING_PER_S, overtakes
+from headrace.core.queue_order import AGEING_PER_S
 from headrace.simulate.batch_fluid import DecodeBatch
 from headrace.simulate.cluster_model import ClusterModel
 from headrace.simulate.worker_memory import DeviceMemory, HostMemory
@@ -153,18 +154,14 @@ class SimulatedFleet:
         """Seconds until each worker could begin a prefill that came now: [num_workers]."""
         return np.maximum(self.run_end_s - self.now_s, 0.0) + self.pending_s
 
-    def queue_before_s(self, work_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What of `queue_s` a prompt that takes `work_s` on each worker would wait for, and how many prompts there
-        would wait for it: two arrays of [num_workers]."""
-        before_s, overtaken = self.queue_s(), np.zeros(len(self._workers), dtype=np.int64)
-        if self._order is QueueOrder.FIRST_COME:
-            return before_s, overtaken
-        for number, worker in enumerate(self._workers):
-            for _, _, job in worker.waiting:
-                if overtakes(float(work_s[number]), job.work_s, self.now_s - job.queued_s):
-                    before_s[number] -= job.work_s
-                    overtaken[number] += 1
-        return np.maximum(before_s, 0.0), overtaken
+    def waiting_prompts(self) -> WaitingPrompts:
+        """All that wait, on every worker."""
+        jobs = [(number, job) for number, worker in enumerate(self._workers) for _, _, job in worker.waiting]
+        return WaitingPrompts(
+            rows=np.array([number for number, _ in jobs], dtype=np.int64),
+            work_s=np.array([job.work_s for _, job in jobs], dtype=np.float64),
+            waited_s=np.array([self.now_s - job.queued_s for _, job in jobs], dtype=np.float64),
+        )
 
     def memory_use(self, worker: int) -> float:
         """Share of a worker's memory that running sequences hold."""

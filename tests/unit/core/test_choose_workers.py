@@ -28,6 +28,7 @@ from headrace.core.members import (
     PrefixMatch,
     WorkerRole,
 )
+from headrace.core.overtaking import WaitingPrompts
 from headrace.core.step_costs import DecodeCost, PrefillCost
 from headrace.core.worker_columns import WorkerColumns, tokens_max
 
@@ -430,3 +431,28 @@ def test_a_worker_that_has_measured_nothing_is_taken_to_be_like_the_others():
         assert columns.records[-1].costs == replace(COSTS, decode_base_s=2 * factor * COSTS.decode_base_s)
         assert [record.costs for record in columns.records[:-1]] == old
     assert WorkerColumns([decoder("alone", costs=ASSUMED_COSTS)]).records[0].costs == ASSUMED_COSTS
+
+
+@pytest.mark.parametrize(("passed", "chosen"), [(1, "p0"), (5, "p1")])
+def test_a_prompt_goes_where_it_passes_longer_ones_unless_too_many_wait_for_it(passed: int, chosen: str):
+    """On p0 0.3 s are before it and `passed` prompts of 2 s behind it, on p1 0.6 s before it. Its work is 0.12 s: one
+    prompt that waits for it costs less than the 0.3 s between the two, five cost more."""
+    workers = [decoder("d0"), prefiller("p0", queue_s=0.3 + 2.0 * passed), prefiller("p1", queue_s=0.6)]
+    columns = WorkerColumns(workers)
+    row = columns.row_of[WorkerId("p0")]
+    waiting = WaitingPrompts(np.full(passed, row), np.full(passed, 2.0), np.zeros(passed))
+    snapshot = Snapshot(columns, NO_MATCH, waiting=waiting)
+    plan = choose(make_request(), snapshot, RoutingRule(local_prefill_tokens=0))
+    assert isinstance(plan, Plan)
+    assert plan.prefill is not None
+    assert plan.prefill.worker_id == chosen
+
+
+def test_decode_workers_that_compute_prompts_are_taken_to_have_all_of_their_queue_before_one():
+    workers = [decoder("d0", queue_s=5.0), decoder("d1", queue_s=1.0)]
+    columns = WorkerColumns(workers)
+    waiting = WaitingPrompts(np.array([columns.row_of[WorkerId("d0")]]), np.array([5.0]), np.zeros(1))
+    plan = choose(make_request(), Snapshot(columns, NO_MATCH, waiting=waiting))
+    assert isinstance(plan, Plan)
+    assert plan.decode.worker_id == "d1"
+    assert plan.decision.chosen.wait_s == pytest.approx(1.0)

@@ -128,3 +128,21 @@ def test_a_model_is_resolved_once_for_each_listing_but_for_who_is_suspect(table,
     assert table.served("tiny") is served
     table.replace([D1])
     assert table.served("tiny").workers == (D1,)
+
+
+def test_prompts_wait_from_their_plan_to_their_first_token(table, clock):
+    """Fails for a prompt that the table forgets when a record may know of it, and for one that it never forgets."""
+    columns = table.columns(table.served("tiny"))
+    assert table.waiting(columns) is None
+    table.plan_work("r1", WorkerId("d1"), 2.0)
+    clock.seconds += 3.0
+    table.replace([D0, D1])
+    table.plan_work("r2", WorkerId("d0"), 0.5)
+    table.plan_work("r3", WorkerId("gone"), 9.0)
+    waiting = table.waiting(table.columns(table.served("tiny")))
+    assert waiting.rows.tolist() == [1, 0]
+    assert waiting.work_s.tolist() == [2.0, 0.5]
+    assert waiting.waited_s.tolist() == pytest.approx([3.0, 0.0])
+    table.end_work("r1")
+    table.end_work("r2")
+    assert table.waiting(columns) is None

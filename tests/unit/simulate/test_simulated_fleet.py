@@ -218,26 +218,6 @@ def test_a_prefill_takes_longer_by_its_share_for_each_sequence_that_decodes_besi
     assert second.ttft_s == pytest.approx(0.250 * 1.5 + 0.010, abs=0.001)
 
 
-def test_a_prompt_waits_for_what_ranks_before_it_and_overtakes_the_rest():
-    """On worker 0 runs 1.05 s of work, and 0.65 and 0.15 s wait. A prompt of 0.35 s waits for the running one and the
-    short one, and the long one waits for it. First come, first served overtakes nobody."""
-    model = replace(ONE_EACH, prefill_workers=2)
-    for order, before_s, overtaken in ((QueueOrder.SHORTEST_REMAINING, 1.2, 1), (QueueOrder.FIRST_COME, 1.85, 0)):
-        fleet = SimulatedFleet(model, block_tokens=BLOCK, order=order)
-        found = []
-
-        def route(request: SimulatedRequest, fleet=fleet, found=found) -> RoutePlan:
-            if request.number == 3:
-                found += fleet.queue_before_s(np.full(3, 0.35))
-                return RoutePlan(1, 2, 0.35)
-            return RoutePlan(0, 2, request.input_tokens / 1_000)
-
-        lengths = (10, 6, 1, 3)
-        fleet.run([make_request(n, 0.0, tuple(range(10 * n, 10 * n + k))) for n, k in enumerate(lengths)], route)
-        assert found[0].tolist() == pytest.approx([before_s, 0.0, 0.0])
-        assert found[1].tolist() == [overtaken, 0, 0]
-
-
 @pytest.mark.parametrize(("waiting", "chosen"), [(1, 0), (2, 1)])
 def test_a_prompt_goes_where_it_is_sooner_unless_more_prompts_wait_longer_for_it(waiting: int, chosen: int):
     """Worker 0 is free 0.2 s sooner, but for prompts that a short one of 0.15 s overtakes: one of them waits 0.15 s
