@@ -124,6 +124,10 @@ class _TimedSource:
         self._clock = clock
         self._begun: dict[str, tuple[float, int]] = {}  # lease to (time of the wish, bytes delivered)
 
+    async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
+        """As BlockSource.held_blocks."""
+        return await self._source.held_blocks(namespace, chain, deadline=deadline)
+
     async def lease_prefix(
         self,
         namespace: NamespaceId,
