@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headrace.core.generation import FinishReason, SamplingParams
 from headrace.engine.draft_model import ModelDrafter
@@ -13,7 +14,7 @@ from headrace.engine.draft_ngram import NgramDrafter
 from headrace.engine.drafter import Draft, DraftWish
 from headrace.engine.engine import Engine
 from headrace.engine.load_model import LoadedModel
-from headrace.engine.model_runner import ModelRunner
+from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.paged_kv import PagedKV
 
 from .conftest import BLOCK_TOKENS, VOCAB, Reply, generate
@@ -268,3 +269,67 @@ async def test_drawn_tokens_are_the_same_for_every_seed_so_their_distribution_is
     assert len(seen) == 20, "all alike would show nothing"
     stats = engine.speculation()
     assert stats.accepted_tokens > 10
+
+
+class MeasuredTime(StillClock):
+    """Goes on by what steps are said to take."""
+
+    def __init__(self) -> None:
+        self.time_s = 1.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+
+class PricedRunner:
+    """A runner whose steps take 10 ms and so much for each row, padded as the real one pads, on its own clock."""
+
+    def __init__(self, runner: ModelRunner, clock: MeasuredTime, row_s: float) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._row_s = row_s
+        self.row_multiple = runner.row_multiple
+
+    def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        rows = sum(len(step.token_ids) for step in steps)
+        self._clock.time_s += 0.010 + self._row_s * (rows + -rows % self.row_multiple)
+        return self._runner.run_step(steps)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "row_s", "least_speed", "drafts_most"),
+    [
+        (Prophet(wrong_every=10_000), 0.0001, 4.0, 999),
+        (Prophet(wrong_every=10_000), 0.02, 1.0, 999),
+        (Prophet(wrong_every=3), 0.02, 1.0, 999),
+        (Liar(), 0.0001, 0.97, 60),
+        (Liar(), 0.02, 0.85, 40),
+    ],
+    ids=["cheap and right", "dear and right", "dear and two of three right", "cheap and wrong", "dear and wrong"],
+)
+async def test_drafts_pay_or_stay_out(
+    make_engine: MakeEngine, drafter: Prophet, row_s: float, least_speed: float, drafts_most: int
+) -> None:
+    """Two sequences of 100 tokens, in time that only steps take. Fails when drafts are made that cost more than they
+    spare, beyond the few that it takes to find out."""
+    prompts = [make_tokens(9, seed=seed) for seed in (1, 2)]
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+
+    async def seconds(engine: Engine, clock: MeasuredTime) -> tuple[float, list[Reply]]:
+        replies = await asyncio.gather(*(generate(engine, prompt, sampling=params) for prompt in prompts))
+        return clock.time_s - 1.0, list(replies)
+
+    clock = MeasuredTime()
+    plain = make_engine(wrap=lambda runner: PricedRunner(runner, clock, row_s), clock=clock)
+    plain_s, want = await seconds(plain, clock)
+    drafter.answers = [[*prompt, *reply.token_ids] for prompt, reply in zip(prompts, want, strict=True)]
+    clock = MeasuredTime()
+    drafted = make_engine(wrap=lambda runner: PricedRunner(runner, clock, row_s), clock=clock, drafter=drafter)
+    drafted_s, got = await seconds(drafted, clock)
+    assert [reply.token_ids for reply in got] == [reply.token_ids for reply in want]
+    stats = drafted.speculation()
+    assert plain_s / drafted_s >= least_speed, stats
+    assert stats.drafted_tokens <= drafts_most
+    if stats.accepted_tokens > 50:
+        assert drafted_s < plain_s
+        assert stats.gain_s > stats.cost_s, "what is reported says so, too"
