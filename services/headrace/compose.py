@@ -163,7 +163,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.engine.engine import Engine
     from headrace.engine.load_drafter import load_drafter
     from headrace.index.redis_membership import RedisMembership
-    from headrace.telemetry.collectors import SpeculationCollector, WorkerCollector
+    from headrace.telemetry.collectors import EngineCollector, SpeculationCollector, WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
     from headrace.telemetry.metrics import Metrics, start_metrics_server
     from headrace.transfer.coded_pool import stored_pool
@@ -193,9 +193,22 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         metrics_port=server.port,
     )
     WorkerCollector(worker.record, metrics=metrics)
+    EngineCollector(lambda: _counts_of(engine), role=role, metrics=metrics)
     if drafter is not None:
         SpeculationCollector(engine.speculation, metrics=metrics)
     return Worker(worker, role=role, parts=parts)
+
+
+def _counts_of(engine: Any) -> Any:
+    from headrace.telemetry.collectors import EngineCounts
+
+    steps, block_tokens = engine.steps, engine.kv.layout.block_tokens
+    return EngineCounts(
+        preemptions=steps.num_preemptions,
+        reloads=steps.preemption.num_reloads,
+        reloaded_tokens=steps.preemption.num_reloaded_blocks * block_tokens,
+        shared_tokens=steps.num_shared_blocks * block_tokens,
+    )
 
 
 class Gateway:

@@ -30,6 +30,7 @@ from headrace.engine.admission_queue import Admission, AdmissionQueue, Admission
 from headrace.engine.block_pool import BlockPool, Selection, Short
 from headrace.engine.engine import EngineLoad
 from headrace.engine.event_stream import EngineEvent, FilledBlock, RunFinished
+from headrace.engine.prefix_backup import PrefixBackup
 from headrace.engine.turns import Turns
 
 LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=4)
@@ -170,6 +171,7 @@ class SimulatedEngine:
         cached_tokens: int,
         sampling: SamplingParams | None,
         leaves_blocks: bool = True,
+        backup: PrefixBackup | None = None,
     ) -> AsyncGenerator[EngineEvent, None]:
         assert admission.state is AdmissionState.HELD
         assert cached_tokens % LAYOUT.block_tokens == 0

@@ -98,6 +98,10 @@ LOAD_PREFIX_TIMEOUT_MS = 20_000
 # time costs at most one window's transfer; a third failure in a row says that somebody is emptying the store.
 LOAD_WINDOW_ATTEMPTS = 3
 
+# How long a step waits for blocks of a preempted sequence that are stored before they are given up, until another one
+# gives way: storing a batch of 8 blocks of 1.5 MB takes 10 ms, and a store node that is away never answers.
+SAVE_PATIENCE_MS = 50
+
 # Payload bytes that one load has received and not yet copied into the pool: enough to keep receiving while a copy runs
 # (32 MiB is 20 ms of copying at 1.5 GB/s), small enough that 16 loads at once stay at 512 MiB.
 LOAD_AHEAD_BYTES_MAX = 32 * 1024 * 1024

@@ -25,6 +25,7 @@ from headrace.core.generation import (
 )
 from headrace.engine.event_stream import EngineEvent, FilledBlock, RunFinished
 from headrace.transfer.publish_blocks import Publication
+from headrace.transfer.stored_run import StoredRun
 from headrace.transfer.worker import HeldPrefix, Worker
 
 
@@ -48,13 +49,15 @@ async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[Deco
             deadline=deadline,
             hand_off=call.hand_off,
         ) as held:
-            published = _BackgroundPublication(worker, held, request)
+            backup = StoredRun(worker, held, request, hint_nodes=call.hint_nodes, deadline=deadline)
+            published = _BackgroundPublication(worker, held, request, backup)
             work: MeasuredWork | None = None
             run = worker.engine.run(
                 held.admission,
                 cached_tokens=held.num_blocks * block_tokens,
                 sampling=request.sampling,
                 leaves_blocks=request.cache.publish,
+                backup=backup if request.cache.publish else None,
             )
             async with aclosing(run) as events:
                 while True:
@@ -98,8 +101,9 @@ def reused_runs(sources: Sequence[CacheSource]) -> tuple[ReusedRun, ...]:
 class _BackgroundPublication:
     """Offers computed blocks without waiting; the reused ones before the first of them, and only if there is one."""
 
-    def __init__(self, worker: Worker, held: HeldPrefix, request: GenerateRequest) -> None:
+    def __init__(self, worker: Worker, held: HeldPrefix, request: GenerateRequest, backup: StoredRun) -> None:
         self._worker = worker
+        self._backup = backup
         self._held = held
         self._request = request
         self._publication: Publication | None = None
@@ -108,6 +112,8 @@ class _BackgroundPublication:
         """Take over a computed block and its pool reference."""
         if self._publication is None:
             self._publication = Publication(self._request.cache.retention)
-            for reused in self._worker.take_reused(self._held, self._request):
+            reused_blocks = self._worker.take_reused(self._held, self._request)
+            self._backup.publishes(self._publication, first_block=0 if reused_blocks else block.position)
+            for reused in reused_blocks:
                 self._worker.publisher.offer(self._publication, reused)
         self._worker.publisher.offer(self._publication, block)

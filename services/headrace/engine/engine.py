@@ -24,6 +24,7 @@ from headrace.engine.drafter import Drafter
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
 from headrace.engine.evict_device import evict_device
 from headrace.engine.load_model import LoadedModel
+from headrace.engine.prefix_backup import PrefixBackup
 from headrace.engine.run import Run, RunLimits
 from headrace.engine.schedule_step import StepLimits
 from headrace.engine.speculation import Speculation
@@ -165,15 +166,17 @@ class Engine:
         cached_tokens: int,
         sampling: SamplingParams | None,
         leaves_blocks: bool = True,
+        backup: PrefixBackup | None = None,
     ) -> AsyncGenerator[EngineEvent, None]:
         """Compute the sequence from `cached_tokens` on; positions before hold valid KV in the admission's blocks.
 
         sampling None: compute the prompt's full blocks only. leaves_blocks False: what is computed is neither shared
-        by hash nor reported as FilledBlock. Ends with RunFinished, after the blocks were given back. Closing the
+        by hash nor reported as FilledBlock. backup: where its blocks are read back from after it had to give them up,
+        when that is sooner than computing them. Ends with RunFinished, after the blocks were given back. Closing the
         iterator cancels the run at its next step. Raises InvalidRequest (no room for a single output token),
         WorkerUnavailable, Overloaded (the consumer is too far behind).
         """
-        run = self._submit(admission, cached_tokens, sampling, leaves_blocks)
+        run = self._submit(admission, cached_tokens, sampling, leaves_blocks=leaves_blocks, backup=backup)
         try:
             while True:
                 event = await run.stream.next()
@@ -207,7 +210,13 @@ class Engine:
         return evict_device(self.pool, self.model, selector, dry_run=dry_run)
 
     def _submit(
-        self, admission: Admission, cached_tokens: int, sampling: SamplingParams | None, leaves_blocks: bool
+        self,
+        admission: Admission,
+        cached_tokens: int,
+        sampling: SamplingParams | None,
+        *,
+        leaves_blocks: bool,
+        backup: PrefixBackup | None,
     ) -> Run:
         """Hand a run to the step thread, which owns the admission's blocks from here on."""
         assert sampling is None or sampling.max_tokens >= 1
@@ -230,6 +239,8 @@ class Engine:
             limits=self._run_limits,
             tokenizer=self._tokenizer,
             hash_algorithm=self.model.namespace.hash_algorithm,
+            # Of a windowed model the store has what the window reads, and a table begins there: it computes again.
+            backup=None if self.window.bounded else backup,
         )
         self.steps.submit(run)
         return run

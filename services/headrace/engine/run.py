@@ -18,6 +18,7 @@ from headrace.engine.detokenize import TextStream, detokenize
 from headrace.engine.drafter import Draft, DraftWish
 from headrace.engine.event_stream import EventStream, FilledBlock, RunFinished
 from headrace.engine.model_runner import SequenceStep
+from headrace.engine.prefix_backup import PrefixBackup
 from headrace.engine.sample_token import Logits, sample_token
 from headrace.engine.schedule_step import PlannedRows, SequenceState
 
@@ -44,6 +45,7 @@ class Run:
         limits: RunLimits,
         tokenizer: Tokenizer,
         hash_algorithm: HashAlgorithm,
+        backup: PrefixBackup | None = None,
     ) -> None:
         self.admission = admission
         self.stream = stream
@@ -57,6 +59,8 @@ class Run:
         self._end_computed = 0  # and the end of what was
         self.leaves_blocks = leaves_blocks
         self.draft = Draft()  # what might follow the newest token, to be computed with it
+        self.backup = backup
+        self.reloading = False  # blocks are being read back: others write to them, so nobody computes or preempts it
         self._sampling = sampling
         self._limits = limits
         self._hash_algorithm = hash_algorithm
@@ -121,7 +125,7 @@ class Run:
     def next_block(self) -> BlockHash | None:
         """The full block that is computed next, or is under way; None while it only lacks what comes after those."""
         index = self.num_computed // self._hashed.block_tokens
-        if not self.block_ids or index >= self._num_sharable:
+        if self.reloading or not self.block_ids or index >= self._num_sharable:
             return None
         return self._hashed.chain[index]
 
@@ -163,12 +167,33 @@ class Run:
         self.num_computed += len(block_ids) * self._hashed.block_tokens
         return own
 
+    @property
+    def num_stored(self) -> int:
+        """Leading blocks that can be read back from elsewhere instead of being computed."""
+        return 0 if self.backup is None else min(self.backup.num_stored(), self._num_sharable)
+
+    @property
+    def num_kept(self) -> int:
+        """Leading blocks of which a copy is stored, or on its way, of those that are computed."""
+        if self.backup is None:
+            return 0
+        return min(self.backup.num_kept(), self.num_computed // self._hashed.block_tokens)
+
+    def unkept_blocks(self) -> list[FilledBlock]:
+        """Blocks of which no copy is stored or on its way, where one may be."""
+        if self.backup is None:
+            return []
+        return [
+            self._filled(position)
+            for position in range(self.backup.num_kept(), self.num_computed // self._hashed.block_tokens)
+        ]
+
     def give_up_blocks(self) -> list[int]:
         """The run holds no blocks and has computed nothing from here on; the caller gives back what is returned."""
         block_ids = list(self.block_ids)
         self.block_ids.clear()  # in place: the admission's own list says so too
         self.admission.first_block = 0
-        self.num_computed, self.in_batch, self.draft = 0, False, Draft()
+        self.num_computed, self.in_batch, self.reloading, self.draft = 0, False, False, Draft()
         return block_ids
 
     def resume(self, taken: Taken) -> None:
@@ -191,6 +216,12 @@ class Run:
         del self.block_ids[:passed]
         self.admission.first_block += passed
         return block_ids
+
+    def reloaded(self, num_blocks: int) -> HashedPrompt | None:
+        """So many further blocks were read back. Returns the chain if they are to be shared."""
+        self.reloading = False
+        self.num_computed += num_blocks * self._hashed.block_tokens
+        return self._hashed if self.leaves_blocks and num_blocks else None
 
     def step_of(self, rows: PlannedRows) -> SequenceStep:
         """What the model runner is asked to compute for these rows."""
@@ -219,18 +250,21 @@ class Run:
 
     def unreported_blocks(self) -> Iterator[FilledBlock]:
         """Blocks that became full since the last call, each once in a run's life, also when it was preempted since."""
-        first_block = self.admission.first_block
-        for position in range(max(self._num_reported, first_block), self.num_computed // self._hashed.block_tokens):
-            yield FilledBlock(
-                position=position,
-                block_id=self.block_ids[position - first_block],
-                block_hash=self._hashed.chain[position],
-                parent_hash=self._hashed.parent_of(position),
-                token_ids=self._hashed.block_token_ids(position),
-                namespace=self._hashed.namespace,
-                narrowed_from=self._hashed.narrowed_from,
-            )
+        first = max(self._num_reported, self.admission.first_block)
+        for position in range(first, self.num_computed // self._hashed.block_tokens):
+            yield self._filled(position)
             self._num_reported = position + 1
+
+    def _filled(self, position: int) -> FilledBlock:
+        return FilledBlock(
+            position=position,
+            block_id=self.block_ids[position - self.admission.first_block],
+            block_hash=self._hashed.chain[position],
+            parent_hash=self._hashed.parent_of(position),
+            token_ids=self._hashed.block_token_ids(position),
+            namespace=self._hashed.namespace,
+            narrowed_from=self._hashed.narrowed_from,
+        )
 
     def add_token(self, logits: Logits) -> tuple[TokenDelta, RunFinished | None]:
         """Choose the next token from [vocab] logits of the last one; says whether it was the run's last.

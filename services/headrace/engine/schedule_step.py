@@ -91,12 +91,13 @@ class Preempt:
 
 
 def schedule_step(
-    sequences: Sequence[SequenceState], limits: StepLimits, *, available_blocks: int
+    sequences: Sequence[SequenceState], limits: StepLimits, *, available_blocks: int, may_preempt: bool = True
 ) -> StepPlan | Resume | Preempt:
     """Decide the next step, or the change of blocks that must come before it.
 
     sequences:        all runs, in the batch or waiting for it, in any order.
     available_blocks: blocks that can be taken now.
+    may_preempt:      else blocks are on their way, and who needs one that is not there sits this step out.
     Returns a plan whose rows need at most `available_blocks`; its rows are empty only when no sequence can run now.
     """
     by_turn = sorted(sequences, key=lambda sequence: (sequence.turn, sequence.leader is not None, sequence.key))
@@ -118,7 +119,9 @@ def schedule_step(
         if limits.window.bounded and len(by_turn) == 1:
             # What it lacks is what its window has passed, and what is being published yet: it is there in a moment.
             return StepPlan(joins=(), rows=())
-        return Preempt(num_missing=_growth(rows) - available_blocks)
+        if may_preempt:
+            return Preempt(num_missing=_growth(rows) - available_blocks)
+        rows = _that_fit(rows, available_blocks)
     if any(sequence.num_drafts for sequence in by_turn):
         waits_for_blocks = any(sequence.num_blocks == 0 for sequence in by_turn)
         # Whoever is here may grow by one more block before the drafts' blocks are needed anyway.
@@ -149,6 +152,17 @@ def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[Plann
             rows.append(_rows(sequence, num_rows, limits))
             left -= num_rows
     return rows
+
+
+def _that_fit(rows: Sequence[PlannedRows], available_blocks: int) -> list[PlannedRows]:
+    """The rows that need no block, and of the others as many as can be had, the oldest sequence's first."""
+    left = available_blocks
+    fit = set()
+    for row in sorted(rows, key=lambda row: row.key):
+        if row.new_blocks <= left:
+            left -= row.new_blocks
+            fit.add(row.key)
+    return [row for row in rows if row.key in fit]
 
 
 def _with_drafts(

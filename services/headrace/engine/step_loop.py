@@ -19,10 +19,10 @@ from headrace.core.errors import WorkerUnavailable
 from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, FAILED_STEPS_MAX
 from headrace.engine.admission_queue import Admission, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
-from headrace.engine.choose_victim import BlockHolder, choose_victim
 from headrace.engine.event_stream import EventStream, RunFinished
 from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
+from headrace.engine.preemption import Preemption
 from headrace.engine.run import Run
 from headrace.engine.sample_token import Logits
 from headrace.engine.schedule_step import PlannedRows, Preempt, Resume, StepLimits, StepPlan, schedule_step
@@ -52,7 +52,6 @@ class StepLoop:
         when the thread has ended, whatever the reason."""
         self.heartbeat_s = clock.now_s()  # when a step last ended, or work was last waited for
         self.num_steps = 0
-        self.num_preemptions = 0
         self.num_shared_blocks = 0  # taken from another run instead of being computed
         self.to_wake: list[EventStream] = []  # streams with news since their consumers were last woken
         self._model = model
@@ -64,6 +63,7 @@ class StepLoop:
         self._clock = clock
         self._on_blocks_free = on_blocks_free
         self._on_ended = on_ended
+        self.preemption = Preemption(pool, times, clock, call_on_loop=self.call_on_loop, look_again=self.look_again)
         self._failed_steps = 0  # in a row
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._step_until_stopped, name="engine steps", daemon=True)
@@ -94,11 +94,18 @@ class StepLoop:
             self._mail.notify()
 
     async def join(self) -> None:
-        """Wait for the thread's end. Raises WorkerUnavailable when its step does not end in time."""
+        """Wait for the thread's end, and until no block is being read back. Raises WorkerUnavailable when the thread's
+        step does not end in time."""
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, ENGINE_STOP_TIMEOUT_MS / 1000)
             if self._thread.is_alive():
                 raise WorkerUnavailable("", f"its engine's step has not ended within {ENGINE_STOP_TIMEOUT_MS} ms")
+        await self.preemption.stop()
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a run had to give its blocks up."""
+        return self.preemption.num_preemptions
 
     @property
     def takes_runs(self) -> bool:
@@ -180,7 +187,9 @@ class StepLoop:
         self._wake_consumers()
         with self._mail:
             self._idle = True
-            self._mail.wait_for(lambda: self._stopping or self._changed or self._can_step)
+            self._mail.wait_for(
+                lambda: self._stopping or self._changed or self._can_step, timeout=self.preemption.saving_s or None
+            )
             self.heartbeat_s = self._clock.now_s()
             self._idle = False
             self._changed = False
@@ -196,6 +205,8 @@ class StepLoop:
 
     def _step(self) -> None:
         """One step: plan, compute, hand out. A run that fails is ended; the others go on."""
+        for run, hashed in self.preemption.take_reloaded(self._runs):
+            self._share_blocks(run, hashed)
         for run in list(self._runs.values()):
             self._take_computed(run)
             if run.prompt_is_computed:
@@ -236,9 +247,10 @@ class StepLoop:
             settle_turns(self._runs.values(), self._turns)
             follow_runs(self._runs.values())
             planned = schedule_step(
-                [run.state for run in self._runs.values()],
+                [run.state for run in self._runs.values() if not run.reloading],
                 self._limits,
                 available_blocks=self._pool.available_blocks,
+                may_preempt=not self.preemption.saving_s,
             )
             match planned:
                 case Preempt(num_missing=num_missing):
@@ -252,14 +264,8 @@ class StepLoop:
                     return plan
 
     def _preempt(self, num_missing: int) -> None:
-        """One run gives its blocks back; it computes again what it does not find by hash then."""
-        holders = [
-            BlockHolder(run.key, self._pool.sole_blocks(run.block_ids), self._times.compute_s(0, run.num_computed))
-            for run in self._runs.values()
-            if run.block_ids
-        ]
-        self.num_preemptions += 1
-        block_ids = self._runs[choose_victim(holders, num_missing=num_missing)].give_up_blocks()
+        """One run gives its blocks back, and comes back later."""
+        block_ids = self.preemption.choose(self._runs.values(), num_missing=num_missing).give_up_blocks()
         self._publish_counts()
         self._pool.unref_all(block_ids)
 
@@ -274,6 +280,9 @@ class StepLoop:
         )
         if not isinstance(taken, Short):  # another thread may have taken blocks since: then it is planned again
             run.resume(taken)
+            # What it finds now and had not before is reported as any block is, even if none gets full after this.
+            self._share_blocks(run, prompt if run.leaves_blocks and taken.num_shared else None)
+            self.preemption.come_back(run, first_block=taken.num_shared)
         self._publish_counts()
 
     def _take_blocks(self, plan: StepPlan) -> bool:
@@ -354,7 +363,7 @@ class StepLoop:
         self._publish_counts()
         with self._mail:
             run.admission.state = AdmissionState.RELEASED
-        self._pool.unref_all(run.give_up_blocks())
+        self.preemption.give_back(run)
         match outcome:
             case RunFinished():
                 run.stream.send(outcome)

@@ -10,6 +10,7 @@ from headrace.core.clock import Deadline
 from headrace.core.generation import MeasuredWork, PrefillCall, PrefillResult
 from headrace.engine.event_stream import FilledBlock, RunFinished
 from headrace.transfer.publish_blocks import Publication
+from headrace.transfer.stored_run import StoredRun
 from headrace.transfer.worker import HeldPrefix, Worker
 
 
@@ -38,7 +39,7 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
                     deadline=deadline,
                 ) as held,
             ):
-                reused_blocks, published_blocks = await _compute_and_publish(call, worker, held)
+                reused_blocks, published_blocks = await _compute_and_publish(call, worker, held, deadline)
                 work = held.work(worker.clock)
         return PrefillResult(
             attempt_id=call.attempt_id,
@@ -50,7 +51,9 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
         )
 
 
-async def _compute_and_publish(call: PrefillCall, worker: Worker, held: HeldPrefix) -> tuple[int, int]:
+async def _compute_and_publish(
+    call: PrefillCall, worker: Worker, held: HeldPrefix, deadline: Deadline
+) -> tuple[int, int]:
     """Run the engine over what is missing; returns how many leading blocks were not computed, and are readable."""
     request, num_reused = call.request, held.num_blocks
     if not request.cache.publish:
@@ -63,7 +66,10 @@ async def _compute_and_publish(call: PrefillCall, worker: Worker, held: HeldPref
         publication.closed = True  # what is computed next would have no parent in the store
     cached_tokens = held.num_blocks * request.prompt.block_tokens
     if held.num_blocks < len(request.prompt.chain):
-        async with aclosing(worker.engine.run(held.admission, cached_tokens=cached_tokens, sampling=None)) as events:
+        backup = StoredRun(worker, held, request, hint_nodes=call.hint_nodes, deadline=deadline)
+        backup.publishes(publication, first_block=0 if reused else held.num_blocks)
+        run = worker.engine.run(held.admission, cached_tokens=cached_tokens, sampling=None, backup=backup)
+        async with aclosing(run) as events:
             async for event in events:
                 if isinstance(event, FilledBlock):
                     await _offer(worker, publication, event)

@@ -1,6 +1,7 @@
 """Gauges that are read at scrape time from their owners' own books, so that they can neither drift nor go negative."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -48,6 +49,43 @@ class StoreCollector:
             counter = CounterMetricFamily(name, text, labels=["tier"])
             for stat in stats:
                 counter.add_metric([stat.tier], getattr(stat, field))
+            yield counter
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """What an engine did since it started."""
+
+    preemptions: int
+    reloads: int  # preempted sequences of which blocks were read back; the others were computed again
+    reloaded_tokens: int
+    shared_tokens: int  # taken from another sequence of the batch, instead of being computed
+
+
+class EngineCollector:
+    """An engine's counts: who gave way, how it came back, and what was computed once for several."""
+
+    def __init__(self, counts: Callable[[], EngineCounts], *, role: str, metrics: Metrics) -> None:
+        """Register with the process's metrics; `counts` is called in the scraping thread and must be safe there."""
+        self._counts = counts
+        self._role = role
+        metrics.registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for duplicates: the names are only declared here."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """One reading of the engine's counts."""
+        counts = self._counts()
+        for name, text, value in (
+            ("headrace_engine_preemptions", "Sequences that gave their blocks up.", counts.preemptions),
+            ("headrace_engine_reloads", "Of those, the ones whose blocks were read back.", counts.reloads),
+            ("headrace_engine_reloaded_tokens", "Tokens whose blocks were read back.", counts.reloaded_tokens),
+            ("headrace_engine_shared_tokens", "Tokens computed once for several of a batch.", counts.shared_tokens),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["role"])
+            counter.add_metric([self._role], value)
             yield counter
 
 

@@ -144,7 +144,7 @@ class Publication:
         self.num_stored = 0
         self.closed = False  # takes no more: a block was dropped or refused, and those after it have no parent
         self.broken = False  # a queued block was not stored: those queued behind it are not sent
-        self._num_pending = 0
+        self.num_pending = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -155,18 +155,18 @@ class Publication:
 
     def add_pending(self) -> None:
         """One more block is queued."""
-        self._num_pending += 1
+        self.num_pending += 1
         self._idle.clear()
 
     def settle(self, num_blocks: int, *, num_stored: int) -> None:
         """`num_blocks` queued blocks are done with, of which the leading `num_stored` are stored."""
-        assert 0 <= num_stored <= num_blocks <= self._num_pending
+        assert 0 <= num_stored <= num_blocks <= self.num_pending
         assert not (self.broken and num_stored)
         self.num_stored += num_stored
         if num_stored < num_blocks:
             self.broken = self.closed = True
-        self._num_pending -= num_blocks
-        if self._num_pending == 0:
+        self.num_pending -= num_blocks
+        if self.num_pending == 0:
             self._idle.set()
 
 

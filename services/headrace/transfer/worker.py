@@ -9,7 +9,7 @@ import functools
 import math
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -36,7 +36,7 @@ from headrace.core.limits import (
     MEMBER_REFRESH_MS,
     MEMBER_TTL_MS,
 )
-from headrace.core.members import LearnedCosts, WorkerRecord, WorkerRole
+from headrace.core.members import LearnedCosts, MeasuredLink, WorkerRecord, WorkerRole
 from headrace.core.ports import Membership, PrefixPool, StoreNodes
 from headrace.core.transfer_budget import TransferBudget
 from headrace.engine.block_pool import Short
@@ -404,6 +404,30 @@ class Worker:
             )
             for position, block_id in enumerate(taken.block_ids[: taken.num_shared])
         ]
+
+    async def load_back(
+        self, request: GenerateRequest, block_ids: Sequence[int], blocks: range, *, plan: LoadPlan, deadline: Deadline
+    ) -> int:
+        """Load blocks that a run had once, its answer's among them: of them how many leading ones are there now.
+
+        request: with the run's tokens so far as its prompt. Raises only cancellation.
+        """
+        loaded = await load_prefix(
+            request.prompt,
+            block_ids,
+            plan=replace(plan, budget=self._budget(request, blocks, plan.hint_nodes)),
+            layout=self.layout,
+            nodes=self._timed_nodes,
+            pool=self._pool,
+            deadline=deadline,
+        )
+        for fault in loaded.faults:
+            self.report_fault(fault)
+        return loaded.num_blocks
+
+    def links(self) -> tuple[MeasuredLink, ...]:
+        """How fast blocks came from store nodes lately."""
+        return self._timed_nodes.times.links()
 
     async def _keep_announced(self) -> None:
         while True:

@@ -1,0 +1,155 @@
+"""Sequences that give their blocks up and come back: computed again or read back, whatever happens meanwhile.
+
+The model is one of integers (`hashed_model.py`): one block with wrong bytes changes every token after it.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import pytest
+
+from headrace.core.errors import WorkerUnavailable
+from headrace.core.generation import SamplingParams, TokenDelta
+from headrace.engine.engine import Engine, FilledBlock, RunFinished
+
+from .conftest import BLOCK_TOKENS, VOCAB, admit, until
+from .hashed_model import CopyingBackup, HashedRunner, expected_answer, make_hashed_engine
+
+MakeEngine = Callable[..., Engine]
+
+
+def make_tokens(length: int, *, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1, VOCAB), k=length)
+
+
+async def answer(
+    engine: Engine,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    backup: CopyingBackup | None = None,
+    use_device: bool = True,
+    leaves_blocks: bool = True,
+) -> tuple[tuple[int, ...], RunFinished]:
+    admission = await admit(engine, prompt, use_device=use_device)
+    tokens: list[int] = []
+    run = engine.run(
+        admission,
+        cached_tokens=admission.num_device_blocks * BLOCK_TOKENS,
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        leaves_blocks=leaves_blocks,
+        backup=backup if leaves_blocks else None,
+    )
+    async with aclosing(run) as events:
+        async for event in events:
+            if isinstance(event, TokenDelta):
+                tokens.append(event.token_id)
+            elif isinstance(event, FilledBlock):
+                if backup is not None:
+                    backup.filled(event)
+                engine.pool.unref(event.block_id)
+            elif isinstance(event, RunFinished):
+                finished = event
+    return tuple(tokens), finished
+
+
+async def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], backups: Sequence[CopyingBackup | None]) -> None:
+    """All at once, each with 40 tokens; every answer must be the right one."""
+    replies = await asyncio.gather(
+        *(answer(engine, p, max_tokens=40, backup=b) for p, b in zip(prompts, backups, strict=True))
+    )
+    for prompt, (tokens, finished) in zip(prompts, replies, strict=True):
+        assert tokens == expected_answer(prompt, 40)
+        assert finished.num_reused_blocks == 0
+    engine.pool.check_integrity()
+
+
+PROMPTS = [make_tokens(20 + seed, seed=seed) for seed in range(5)]
+
+
+async def test_preempted_sequences_are_read_back_when_that_is_sooner(make_engine: MakeEngine) -> None:
+    """Five sequences that grow to 8 blocks each in a pool of 16. Fails if what is read back is taken for more or for
+    other positions than it is, or is computed all the same."""
+    computing = make_hashed_engine(make_engine, num_blocks=16)
+    await answer_all(computing, PROMPTS, [None] * 5)
+    engine = make_hashed_engine(make_engine, num_blocks=16)
+    backups = [CopyingBackup(engine) for _ in PROMPTS]
+    await answer_all(engine, PROMPTS, backups)
+    assert engine.steps.num_preemptions > 0
+    assert engine.steps.preemption.num_reloads > 0
+    assert engine.steps.preemption.num_reloaded_blocks == sum(backup.num_reloaded for backup in backups)
+    assert rows(engine) < rows(computing)
+
+
+def rows(engine: Engine) -> int:
+    runner = engine.model.runner
+    assert isinstance(runner, HashedRunner)
+    return runner.num_rows
+
+
+async def test_what_takes_longer_to_read_than_to_compute_is_computed(make_engine: MakeEngine) -> None:
+    engine = make_hashed_engine(make_engine, num_blocks=16)
+    backups = [CopyingBackup(engine, second_s=1e6) for _ in PROMPTS]
+    await answer_all(engine, PROMPTS, backups)
+    assert engine.steps.num_preemptions > 0
+    assert engine.steps.preemption.num_reloads == 0
+
+
+@pytest.mark.parametrize("reloads_max", [0, 1])
+async def test_what_does_not_come_back_is_computed(make_engine: MakeEngine, reloads_max: int) -> None:
+    """A store that has forgotten, or that delivers one block and stops."""
+    engine = make_hashed_engine(make_engine, num_blocks=16)
+    backups = [CopyingBackup(engine) for _ in PROMPTS]
+    for backup in backups:
+        backup.reloads_max = reloads_max
+    await answer_all(engine, PROMPTS, backups)
+    assert engine.steps.num_preemptions > 0
+    assert (engine.steps.preemption.num_reloads > 0) == (reloads_max > 0)
+
+
+async def test_blocks_that_nobody_keeps_are_stored_before_they_are_given_up(make_engine: MakeEngine) -> None:
+    """Fails if the reference that goes with them is lost, or if they are computed again although they were saved."""
+    engine = make_hashed_engine(make_engine, num_blocks=16)
+    backups = [CopyingBackup(engine, copies_filled=False) for _ in PROMPTS]
+    await answer_all(engine, PROMPTS, backups)
+    assert sum(backup.num_saved for backup in backups) > 0
+    assert engine.steps.preemption.num_reloads > 0
+
+
+async def test_blocks_under_reload_stay_their_runs_until_nobody_writes_to_them(make_engine: MakeEngine) -> None:
+    """The consumer goes while its blocks are read back: they must not be anybody else's before that has ended."""
+    engine = make_hashed_engine(make_engine, num_blocks=16)
+    backups = [CopyingBackup(engine) for _ in PROMPTS]
+    for backup in backups:
+        backup.gate.clear()
+    asks = [
+        asyncio.ensure_future(answer(engine, p, max_tokens=40, backup=b)) for p, b in zip(PROMPTS, backups, strict=True)
+    ]
+    await until(lambda: any(backup.reloading.is_set() for backup in backups))
+    number = next(number for number, backup in enumerate(backups) if backup.reloading.is_set())
+    asks[number].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asks[number]
+    for backup in backups:
+        backup.gate.set()
+    for other in range(5):
+        if other != number:
+            assert (await asks[other])[0] == expected_answer(PROMPTS[other], 40)
+    await until(lambda: engine.pool.available_blocks == 16)
+
+
+async def test_an_engine_that_stops_ends_its_reloads_and_holds_nothing(make_engine: MakeEngine) -> None:
+    """That nothing is held is asserted by the fixture."""
+    engine = make_hashed_engine(make_engine, num_blocks=16)
+    backups = [CopyingBackup(engine) for _ in PROMPTS]
+    for backup in backups:
+        backup.gate.clear()
+    asks = [
+        asyncio.ensure_future(answer(engine, p, max_tokens=40, backup=b)) for p, b in zip(PROMPTS, backups, strict=True)
+    ]
+    await until(lambda: any(backup.reloading.is_set() for backup in backups))
+    await engine.stop()
+    replies = await asyncio.gather(*asks, return_exceptions=True)
+    assert any(isinstance(reply, WorkerUnavailable) for reply in replies)
