@@ -98,6 +98,10 @@ LOAD_PREFIX_TIMEOUT_MS = 20_000
 # time costs at most one window's transfer; a third failure in a row says that somebody is emptying the store.
 LOAD_WINDOW_ATTEMPTS = 3
 
+# Blocks without bytes that a pool remembers for those that stand on them, for each block that it has room for: a
+# sequence of 64 windows whose last one is kept needs as many. 1,000 blocks of 64 tokens x 64 x 0.8 kB = 51 MB.
+POOL_NAMES_PER_BLOCK_MAX = 64
+
 # How long a step waits for blocks of a preempted sequence that are stored before they are given up, until another one
 # gives way: storing a batch of 8 blocks of 1.5 MB takes 10 ms, and a store node that is away never answers.
 SAVE_PATIENCE_MS = 50

@@ -169,7 +169,6 @@ class AdmissionQueue:
             prompt=prompt,
             shared_max=shared_max if waiter.use_device else 0,
             ttl_s=waiter.ttl_s,
-            window=self._window,
         )
         if isinstance(taken, Short):
             return None

@@ -8,7 +8,9 @@ This file owns block ids and nothing else; the bytes are `PagedKV`'s. Each block
 
 A block with a hash is immutable, holds verified bytes and can be found by that hash. Residency is prefix-closed: the
 parent of every hashed block is hashed too (or it is block 0 of its chain), so a chain is never found with a gap.
-Blocks kept for reuse are evicted longest unused first, and a child before its parent. A block may have a time to live
+Blocks kept for reuse are evicted longest unused first, and a child before its parent. Where the model reads a window
+only, a prefix is found when its last window is, and blocks are evicted longest unused first whatever stands on them
+(`hash_tree.py`). A block may have a time to live
 (`ttl_s`, infinite for none) that runs from its last use; with several users it stays until nobody's time is left.
 
 All methods are thread-safe (one lock, held for dictionary work only). Callbacks: `on_freed` runs after the lock is
@@ -20,11 +22,15 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
-from headrace.core.block import BlockHash, HashedPrompt, root_hash
+from headrace.core.block import BlockHash, HashedPrompt
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.key_window import EVERYTHING, KeyWindow
+from headrace.core.limits import POOL_NAMES_PER_BLOCK_MAX
+from headrace.engine.hash_tree import HashTree
 from headrace.engine.pool_block import HashedBlock, PoolBlock
 from headrace.engine.pool_values import Evicted, HashesChanged, PoolCounters, Selection, Short, Taken
+
+NOWHERE = -1  # the block id of a name: its bytes are in no block
 
 
 class BlockPool:
@@ -37,7 +43,9 @@ class BlockPool:
         clock: Clock | None = None,
         on_freed: Callable[[], None] = lambda: None,
         on_hashes: Callable[[HashesChanged], None] = lambda change: None,
+        window: KeyWindow = EVERYTHING,
     ) -> None:
+        """window: what the model reads of a sequence."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.counters = PoolCounters()
@@ -47,9 +55,9 @@ class BlockPool:
         self._lock = threading.Lock()
         self._free = list(reversed(range(num_blocks)))
         self._references = [0] * num_blocks
+        self._window = window
         self._hashed: dict[int, HashedBlock] = {}  # block id -> what it stands for
-        self._hash_to_block: dict[BlockHash, int] = {}
-        self._children: dict[BlockHash, set[BlockHash]] = {}  # hashed children of a hash; no empty sets
+        self._tree = HashTree()
         self._kept: dict[int, None] = {}  # unreferenced hashed blocks, longest unused first
         self._private: set[int] = set()  # held blocks that were forgotten: not to be shared again
 
@@ -66,28 +74,23 @@ class BlockPool:
             return len(self._kept)
 
     def take(
-        self,
-        num_blocks: int,
-        *,
-        prompt: HashedPrompt | None = None,
-        shared_max: int = 0,
-        ttl_s: float = math.inf,
-        window: KeyWindow = EVERYTHING,
+        self, num_blocks: int, *, prompt: HashedPrompt | None = None, shared_max: int = 0, ttl_s: float = math.inf
     ) -> Taken | Short:
         """Take `num_blocks` blocks, the leading ones by hash as far as `prompt`'s chain is resident.
 
         At most `shared_max` blocks come by hash; they are kept for at least `ttl_s` after this use. The rest are fresh:
         their bytes are undefined, and blocks kept for reuse are evicted for them, only as many as are missing. All or
-        nothing. With a window, what it does not need of the resident prefix is not taken, and of the blocks behind
-        only as many as a sequence may hold at once.
+        nothing. Of a prompt of a model with a window, what it does not need of the prefix is not taken, and of the
+        blocks behind only as many as a sequence may hold at once.
         """
         assert num_blocks >= 0
         with self._lock:
-            shared = [] if prompt is None else self._resident_prefix(prompt, min(shared_max, num_blocks))
-            num_shared = len(shared)
-            first_block = window.first_of_prefix(num_shared)
-            shared = shared[first_block:]
-            needed = window.held_blocks(num_blocks - first_block) - len(shared)
+            num_shared, first_block, shared, needed = 0, 0, list[int](), num_blocks
+            if prompt is not None:
+                num_shared = self._usable_prefix(prompt, min(shared_max, num_blocks))
+                first_block = self._window.first_of_prefix(num_shared)
+                shared = self._block_ids(prompt, range(first_block, num_shared))
+                needed = self._window.held_blocks(num_blocks - first_block) - len(shared)
             available = len(self._free) + len(self._kept) - sum(block_id in self._kept for block_id in shared)
             if needed > available:
                 return Short(needed=needed, available=available)
@@ -149,56 +152,46 @@ class BlockPool:
 
     def hash_blocks(
         self, prompt: HashedPrompt, block_ids: Sequence[int], *, first_block: int = 0, ttl_s: float = math.inf
-    ) -> None:
+    ) -> bool:
         """Make blocks of a sequence findable: block_ids[i] holds the verified KV of `prompt`'s block first_block + i.
         They are kept for at least `ttl_s` after this use.
 
         The caller holds a reference to each and never writes to them again. A hash that is resident already keeps the
         block it has; the caller's copy then stays its own and is freed with it. All ancestors are passed each time,
-        since one that somebody else held may have been evicted since; those that a window has passed are not, and where
-        the last of them is not findable, nothing behind it becomes so.
+        since one that somebody else held may have been evicted since, but for those that a window has passed.
+        False: one was forgotten (`forget`), and so what the sequence computes behind it is not to be shared.
         """
         assert first_block + len(block_ids) <= len(prompt.chain)
-        stored = []
+        stored, forgotten = [], False
         with self._lock:
             now_s = self._clock.now_s()
             for index, block_id in enumerate(block_ids, start=first_block):
-                block_hash, parent_hash = prompt.chain[index], prompt.parent_of(index)
+                block_hash = prompt.chain[index]
                 assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
-                resident = self._hash_to_block.get(block_hash)
-                if resident == block_id:
-                    self._hashed[resident].hold(now_s, ttl_s)
+                resident = self._tree.resident.get(block_hash)
+                if resident is not None and resident.block_id == block_id:
+                    resident.hold(now_s, ttl_s)
                 elif resident is not None:
-                    self._hashed[resident].use(now_s, ttl_s)
+                    resident.use(now_s, ttl_s)
                 if resident is not None or block_id in self._hashed:
                     continue
                 if block_id in self._private:
+                    forgotten = True
                     break  # nor can what stands on it be found
-                if index == first_block > 0 and parent_hash not in self._hash_to_block:
+                if index == first_block and not self._name_ancestors(prompt, first_block):
                     break
-                assert index == 0 or parent_hash in self._hash_to_block
-                self._hash_to_block[block_hash] = block_id
-                self._children.setdefault(parent_hash, set()).add(block_hash)
-                self._hashed[block_id] = HashedBlock(
-                    block_id=block_id,
-                    namespace=prompt.namespace,
-                    block_hash=block_hash,
-                    parent_hash=parent_hash,
-                    position=index,
-                    token_ids=prompt.block_token_ids(index),
-                    narrowed_from=prompt.narrowed_from,
-                    created_unix_ms=self._clock.unix_ms(),
-                    last_used_s=now_s,
-                )
-                self._hashed[block_id].hold(now_s, ttl_s)
+                hashed = self._hashed[block_id] = self._describe_block(prompt, index, block_id=block_id)
+                self._tree.add(hashed, is_resident=True)
+                hashed.hold(now_s, ttl_s)
                 stored.append(block_hash)
             if stored:
                 self._on_hashes(HashesChanged(stored=tuple(stored)))
+            return not forgotten
 
     def resident_blocks(self, prompt: HashedPrompt) -> int:
-        """Leading blocks of `prompt` that are findable now. A hint: only `take` holds them."""
+        """Leading blocks of `prompt` that would not have to be computed now. A hint: only `take` holds them."""
         with self._lock:
-            return len(self._resident_prefix(prompt, len(prompt.chain)))
+            return self._usable_prefix(prompt, len(prompt.chain))
 
     def evict(self, selection: Selection, *, dry_run: bool) -> Evicted:
         """Free the selected blocks that nobody holds; a block stays while a descendant of it stays."""
@@ -207,14 +200,15 @@ class BlockPool:
             leaving = self._leaving(selected)
             kept = len(selected) - len(leaving)
             if selection.blocks_max is not None:  # stable: a parent is used with its child, so children stay first
-                leaving.sort(key=lambda block_hash: self._hashed[self._hash_to_block[block_hash]].last_used_s)
+                leaving.sort(key=lambda hashed: hashed.last_used_s)
                 leaving = leaving[: selection.blocks_max]
             if not dry_run:
-                for block_hash in leaving:
-                    self._forget(self._hash_to_block[block_hash])
+                for hashed in leaving:
+                    self._forget(hashed)
         if leaving and not dry_run:
             self._on_freed()
-        return Evicted(num_blocks=len(leaving), num_kept=kept, block_hashes=tuple(leaving))
+        hashes = tuple(hashed.block_hash for hashed in leaving)
+        return Evicted(num_blocks=len(leaving), num_kept=kept, block_hashes=hashes)
 
     def evict_expired(self) -> float:
         """Free the blocks that nobody holds and whose time to live is over, a parent after its children.
@@ -230,8 +224,8 @@ class BlockPool:
                 else:
                     next_s = min(next_s, hashed.expires_s - now_s)
             for hashed in sorted(over, key=lambda hashed: -hashed.position):
-                if hashed.block_hash not in self._children:
-                    self._forget(hashed.block_id)
+                if self._may_go(hashed):
+                    self._forget(hashed)
         if over:
             self._on_freed()
         return next_s
@@ -240,12 +234,11 @@ class BlockPool:
         """Have the selected blocks and all that stand on them found no more; returns how many. Those in use are freed
         with their last reference and not shared again; whoever computes the same anew shares that."""
         with self._lock:
-            going = self._descendants(self._select(selection))
-            for block_hash in reversed(going):
-                block_id = self._hash_to_block[block_hash]
-                self._forget(block_id)
-                if self._references[block_id]:
-                    self._private.add(block_id)
+            going = self._tree.descendants(hashed.block_hash for hashed in self._select(selection))
+            for hashed in reversed(going):
+                self._forget(hashed)
+                if self._references[hashed.block_id]:
+                    self._private.add(hashed.block_id)
         if going:
             self._on_freed()
         return len(going)
@@ -254,10 +247,9 @@ class BlockPool:
         """The selected hashed blocks, held or kept, parents before children."""
         now_s, unix_ms = self._clock.now_s(), self._clock.unix_ms()
         with self._lock:
-            hashed = [self._hashed[self._hash_to_block[block_hash]] for block_hash in self._select(selection)]
             return [
                 each.describe(references=self._references[each.block_id], now_s=now_s, unix_ms=unix_ms)
-                for each in hashed
+                for each in self._select(selection)
             ]
 
     def count_lookup(self, *, asked_blocks: int, hit_blocks: int) -> None:
@@ -275,7 +267,7 @@ class BlockPool:
             self.counters.hits_blocks += num_blocks
 
     def check_integrity(self) -> None:
-        """Assert that the books balance and that residency is prefix-closed. O(blocks)."""
+        """Assert that the books balance and, where there is no window, that residency is prefix-closed. O(blocks)."""
         with self._lock:
             held = {block_id for block_id, count in enumerate(self._references) if count > 0}
             assert all(count >= 0 for count in self._references)
@@ -285,34 +277,65 @@ class BlockPool:
             assert not set(self._free) & set(self._kept)
             assert len(self._free) + len(self._kept) + len(held) == self.num_blocks
             assert set(self._kept) == {block_id for block_id in self._hashed if block_id not in held}
-            assert len(self._hash_to_block) == len(self._hashed)
+            assert self._tree.resident == {hashed.block_hash: hashed for hashed in self._hashed.values()}
+            assert all(hashed.block_id == block_id for block_id, hashed in self._hashed.items())
             assert self._private <= held
             assert not self._private & set(self._hashed)
-            children: dict[BlockHash, set[BlockHash]] = {}
-            for block_id, hashed in self._hashed.items():
-                assert self._hash_to_block[hashed.block_hash] == block_id
-                at_root = hashed.parent_hash == root_hash(hashed.namespace)
-                assert at_root or hashed.parent_hash in self._hash_to_block, "a block is resident without its parent"
-                children.setdefault(hashed.parent_hash, set()).add(hashed.block_hash)
-            assert children == self._children
+            assert self._window.bounded or not self._tree.names, "a block is resident without its parent"
+            self._tree.check_integrity()
 
-    def _resident_prefix(self, prompt: HashedPrompt, blocks_max: int) -> list[int]:
-        """Ids of the leading blocks whose hash, parent, namespace and token ids all match."""
-        block_ids: list[int] = []
+    def _usable_prefix(self, prompt: HashedPrompt, blocks_max: int) -> int:
+        """Blocks of the longest prefix of which everything is resident that is read of it."""
+        longest, unbroken = 0, 0
         for index in range(min(blocks_max, len(prompt.chain))):
-            if (block_id := self._resident(prompt, index)) is None:
+            if self._resident(prompt, index) is not None:
+                unbroken += 1
+            elif self._window.bounded:
+                unbroken = 0
+            else:
                 break
-            block_ids.append(block_id)
-        return block_ids
+            if unbroken >= index + 1 - self._window.first_of_prefix(index + 1):
+                longest = index + 1
+        return longest
+
+    def _block_ids(self, prompt: HashedPrompt, wanted: range) -> list[int]:
+        """Where these blocks of the chain are, all of which are resident."""
+        return [self._tree.resident[prompt.chain[index]].block_id for index in wanted]
 
     def _resident(self, prompt: HashedPrompt, index: int) -> int | None:
         """Where block `index` of the chain is, if it is that block in all that it stands for."""
-        block_id = self._hash_to_block.get(prompt.chain[index])
-        if block_id is None:
+        hashed = self._tree.resident.get(prompt.chain[index])
+        if hashed is None:
             return None
-        hashed = self._hashed[block_id]
         same_place = (hashed.namespace, hashed.parent_hash) == (prompt.namespace, prompt.parent_of(index))
-        return block_id if same_place and hashed.token_ids == prompt.block_token_ids(index) else None
+        return hashed.block_id if same_place and hashed.token_ids == prompt.block_token_ids(index) else None
+
+    def _describe_block(self, prompt: HashedPrompt, index: int, *, block_id: int) -> HashedBlock:
+        return HashedBlock(
+            block_id=block_id,
+            namespace=prompt.namespace,
+            block_hash=prompt.chain[index],
+            parent_hash=prompt.parent_of(index),
+            position=index,
+            token_ids=prompt.block_token_ids(index),
+            narrowed_from=prompt.narrowed_from,
+            created_unix_ms=self._clock.unix_ms(),
+            last_used_s=self._clock.now_s(),
+        )
+
+    def _name_ancestors(self, prompt: HashedPrompt, end: int) -> bool:
+        """Have all of blocks [0, end) in the tree, those without bytes as names; False when there are too many names.
+
+        Blocks kept for reuse go for them, the longest unused first: their names go with them.
+        """
+        names_max = POOL_NAMES_PER_BLOCK_MAX * self.num_blocks
+        while len(self._tree.names) + len(missing := self._tree.missing_names(prompt, end)) > names_max:
+            if not self._kept:
+                return False
+            self._evict_one()
+        for index in missing:
+            self._tree.add(self._describe_block(prompt, index, block_id=NOWHERE), is_resident=False)
+        return True
 
     def _hold_shared(self, block_id: int, ttl_s: float) -> None:
         """One more reference to a hashed block, which was found by its hash."""
@@ -321,53 +344,41 @@ class BlockPool:
         self._hashed[block_id].hold(self._clock.now_s(), ttl_s)
         self._hashed[block_id].hits += 1
 
+    def _may_go(self, hashed: HashedBlock) -> bool:
+        """Whether a block can go by itself: where there is no window, only after all that stands on it."""
+        return self._window.bounded or not self._tree.has_children(hashed.block_hash)
+
     def _evict_one(self) -> None:
-        """Free the longest unused block without children. When each has a held descendant (a reader kept a tail
-        longer than its head), the oldest goes and its descendants stop being findable, which frees the unheld ones."""
+        """Free the longest unused block that may go. When none may, since each has a held descendant (a reader kept a
+        tail longer than its head), the oldest goes and its descendants stop being findable, which frees the unheld
+        ones."""
         for block_id in self._kept:
-            if self._hashed[block_id].block_hash not in self._children:
-                self._forget(block_id)
+            if self._may_go(self._hashed[block_id]):
+                self._forget(self._hashed[block_id])
                 return
-        oldest = next(iter(self._kept))
-        for block_hash in reversed(self._descendants([self._hashed[oldest].block_hash])):
-            self._forget(self._hash_to_block[block_hash])
+        oldest = self._hashed[next(iter(self._kept))]
+        for hashed in reversed(self._tree.descendants([oldest.block_hash])):
+            self._forget(hashed)
 
-    def _descendants(self, roots: Sequence[BlockHash]) -> list[BlockHash]:
-        """The resident ones of `roots` and all below them, each once, parents before children."""
-        found: dict[BlockHash, None] = {}
-        stack = [block_hash for block_hash in roots if block_hash in self._hash_to_block]
-        while stack:
-            block_hash = stack.pop()
-            found.pop(block_hash, None)  # reached before as a root: it moves behind its ancestors
-            found[block_hash] = None
-            stack.extend(self._children.get(block_hash, ()))
-        return list(found)
-
-    def _forget(self, block_id: int) -> None:
-        """Take a block's hash away; free it unless somebody holds it. Its children must be gone."""
-        hashed = self._hashed.pop(block_id)
+    def _forget(self, hashed: HashedBlock) -> None:
+        """Take a block's hash away; free it unless somebody holds it."""
+        assert self._may_go(hashed), "a parent must not go before its children"
+        del self._hashed[hashed.block_id]
+        self._tree.remove(hashed)
         self.counters.evicted_blocks += 1
-        assert hashed.block_hash not in self._children, "a parent must not go before its children"
-        del self._hash_to_block[hashed.block_hash]
-        siblings = self._children[hashed.parent_hash]
-        siblings.remove(hashed.block_hash)
-        if not siblings:
-            del self._children[hashed.parent_hash]
-        if block_id in self._kept:
-            del self._kept[block_id]
-            self._free.append(block_id)
+        if hashed.block_id in self._kept:
+            del self._kept[hashed.block_id]
+            self._free.append(hashed.block_id)
         self._on_hashes(HashesChanged(removed=(hashed.block_hash,)))
 
-    def _select(self, selection: Selection) -> list[BlockHash]:
-        """Hashes the selection means, parents before children."""
-        tops = [hashed.block_hash for hashed in self._hashed.values() if hashed.parent_hash not in self._hash_to_block]
-        if selection.prefix_token_ids:
-            tops = self._last_blocks(tops, selection.prefix_token_ids)
-        candidates = self._descendants(tops if selection.roots is None else sorted(selection.roots))
+    def _select(self, selection: Selection) -> list[HashedBlock]:
+        """What the selection means, parents before children."""
+        tops = self._tree.tops() if selection.roots is None else sorted(selection.roots)
+        if selection.prefix_token_ids and selection.roots is None:
+            tops = self._tree.last_blocks(selection.prefix_token_ids)
         now_s = self._clock.now_s()
         selected = []
-        for block_hash in candidates:
-            hashed = self._hashed[self._hash_to_block[block_hash]]
+        for hashed in self._tree.descendants(tops):
             namespaces = (hashed.namespace, *hashed.narrowed_from)
             if selection.namespace is not None and selection.namespace not in namespaces:
                 continue
@@ -377,29 +388,15 @@ class BlockPool:
             before = selection.created_before_unix_ms
             if before is not None and hashed.created_unix_ms > before:
                 continue
-            selected.append(block_hash)
+            selected.append(hashed)
         return selected
 
-    def _last_blocks(self, tops: Sequence[BlockHash], token_ids: tuple[int, ...]) -> list[BlockHash]:
-        """Where a prefix's last full block is, below each of `tops` (blocks 0) that it starts with."""
-        found: list[BlockHash] = []
-        level = list(tops)
-        while level:
-            block = self._hashed[self._hash_to_block[block_hash := level.pop()]]
-            start, length = block.position * len(block.token_ids), len(block.token_ids)
-            if token_ids[start : start + length] != block.token_ids:
-                continue
-            if start + 2 * length > len(token_ids):
-                found.append(block_hash)
-            else:
-                level.extend(self._children.get(block_hash, ()))
-        return found
-
-    def _leaving(self, selected: Sequence[BlockHash]) -> list[BlockHash]:
+    def _leaving(self, selected: Sequence[HashedBlock]) -> list[HashedBlock]:
         """The selected blocks that can go, children before parents."""
-        leaving: dict[BlockHash, None] = {}
-        for block_hash in reversed(selected):
-            unheld = self._references[self._hash_to_block[block_hash]] == 0
-            if unheld and all(child in leaving for child in self._children.get(block_hash, ())):
-                leaving[block_hash] = None
-        return list(leaving)
+        leaving: dict[BlockHash, HashedBlock] = {}
+        for hashed in reversed(selected):
+            unheld = self._references[hashed.block_id] == 0
+            alone = all(child in leaving for child in self._tree.children(hashed.block_hash))
+            if unheld and (alone or self._window.bounded):
+                leaving[hashed.block_hash] = hashed
+        return list(leaving.values())

@@ -44,9 +44,9 @@ class Engine:
         """drafter: proposes tokens for speculative decoding (`load_drafter`); None: there is none."""
         self.model = model
         self.kv = model.kv
-        self.pool = BlockPool(model.kv.num_blocks, clock=clock, on_freed=self._on_freed)
-        self._block_tokens = model.kv.layout.block_tokens
         self.window = model.window
+        self.pool = BlockPool(model.kv.num_blocks, clock=clock, on_freed=self._on_freed, window=self.window)
+        self._block_tokens = model.kv.layout.block_tokens
         # A sequence can be as long as the model and the whole pool allow.
         self.context_tokens_max = model.context_tokens_max
         if self.window.held_blocks(-(-model.context_tokens_max // self._block_tokens)) > self.pool.num_blocks:

@@ -58,6 +58,7 @@ class Run:
         self.first_computed: int | None = None  # the first position that was ever computed for this run
         self._end_computed = 0  # and the end of what was
         self.leaves_blocks = leaves_blocks
+        self.is_forgotten = False  # a prefix of it is not to be found by hash any more, nor is what it computes
         self.draft = Draft()  # what might follow the newest token, to be computed with it
         self.backup = backup
         self.reloading = False  # blocks are being read back: others write to them, so nobody computes or preempts it
@@ -194,6 +195,7 @@ class Run:
         self.block_ids.clear()  # in place: the admission's own list says so too
         self.admission.first_block = 0
         self.num_computed, self.in_batch, self.reloading, self.draft = 0, False, False, Draft()
+        self.is_forgotten = False  # what is computed anew is shared
         return block_ids
 
     def resume(self, taken: Taken) -> None:

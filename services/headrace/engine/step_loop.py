@@ -20,6 +20,7 @@ from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, FAILED
 from headrace.engine.admission_queue import Admission, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
 from headrace.engine.event_stream import EventStream, RunFinished
+from headrace.engine.fault_log import FaultLog
 from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.preemption import Preemption
@@ -65,6 +66,7 @@ class StepLoop:
         self._on_ended = on_ended
         self.preemption = Preemption(pool, times, clock, call_on_loop=self.call_on_loop, look_again=self.look_again)
         self._failed_steps = 0  # in a row
+        self._faults = FaultLog()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._step_until_stopped, name="engine steps", daemon=True)
         # The mailbox, under `_mail`. `_changed`: something happened since the step thread last looked.
@@ -225,6 +227,7 @@ class StepLoop:
             logits = self._model.runner.run_step(steps)  # [sum of num_logits, vocab] float32
         except Exception as error:  # whatever the model's code raises: its sequences are lost, the worker is not
             self._failed_steps += 1
+            self._faults.tell("a step of the engine failed", error)
             for run in runs:
                 self._fail(run, f"a step of its engine failed: {type(error).__name__}: {error}")
             return
@@ -239,6 +242,7 @@ class StepLoop:
             try:
                 self._take_result(run, rows, own)
             except Exception as error:  # as above, but only this sequence is lost
+                self._faults.tell("the engine could not take a step's result", error)
                 self._fail(run, f"its engine could not take a step's result: {type(error).__name__}: {error}")
 
     def _plan(self) -> StepPlan:
@@ -271,13 +275,7 @@ class StepLoop:
 
     def _resume(self, run: Run, num_blocks: int) -> None:
         prompt, shared_max = run.reusable
-        taken = self._pool.take(
-            num_blocks,
-            prompt=prompt,
-            shared_max=shared_max,
-            ttl_s=run.admission.ttl_s,
-            window=self._limits.window,
-        )
+        taken = self._pool.take(num_blocks, prompt=prompt, shared_max=shared_max, ttl_s=run.admission.ttl_s)
         if not isinstance(taken, Short):  # another thread may have taken blocks since: then it is planned again
             run.resume(taken)
             # What it finds now and had not before is reported as any block is, even if none gets full after this.
@@ -313,7 +311,12 @@ class StepLoop:
             return
         first_block = run.admission.first_block
         num_full = run.num_computed // self._limits.block_tokens - first_block
-        self._pool.hash_blocks(hashed, run.block_ids[:num_full], first_block=first_block, ttl_s=run.admission.ttl_s)
+        if not run.is_forgotten:
+            shared = self._pool.hash_blocks(
+                hashed, run.block_ids[:num_full], first_block=first_block, ttl_s=run.admission.ttl_s
+            )
+            # Where blocks stay with their sequence, the pool itself sees what is forgotten, each time.
+            run.is_forgotten = self._limits.window.bounded and not shared
         for filled in run.unreported_blocks():
             self._pool.ref(filled.block_id)
             run.stream.send(filled)

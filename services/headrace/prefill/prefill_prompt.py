@@ -62,7 +62,8 @@ async def _compute_and_publish(
     num_readable = held.num_blocks if held.is_stored_here else 0
     reused = worker.take_reused(held, request)
     await _offer_all(worker, publication, reused)
-    if num_readable + len(reused) < held.num_blocks:
+    first_offered = reused[0].position if reused else num_readable
+    if first_offered + len(reused) < held.num_blocks:
         publication.closed = True  # what is computed next would have no parent in the store
     cached_tokens = held.num_blocks * request.prompt.block_tokens
     if held.num_blocks < len(request.prompt.chain):
@@ -75,7 +76,8 @@ async def _compute_and_publish(
                     await _offer(worker, publication, event)
                 elif isinstance(event, RunFinished):
                     num_reused = event.num_reused_blocks
-    return num_reused, num_readable + await publication.finished()
+    num_stored = await publication.finished()
+    return num_reused, first_offered + num_stored if num_stored else num_readable
 
 
 async def _offer(worker: Worker, publication: Publication, block: FilledBlock) -> None:

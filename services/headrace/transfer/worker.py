@@ -382,7 +382,8 @@ class Worker:
         behind them: a node keeps no block without its parent. Empty when all of them came from that node just now.
 
         Taken by hash, not from the block table, which is the engine's once the run has started. May be fewer than
-        were reused, when the pool has evicted some since.
+        were reused, when the pool has evicted some since. Of a model with a window, only that window: a node that has
+        what is before it takes that.
         """
         if held.is_stored_here:
             return []
@@ -391,7 +392,8 @@ class Worker:
         taken = pool.take(num_wanted, prompt=prompt, shared_max=num_wanted, ttl_s=held.admission.ttl_s)
         if isinstance(taken, Short):
             return []
-        pool.unref_all(taken.block_ids[taken.num_shared :])
+        num_held = taken.num_shared - taken.first_block
+        pool.unref_all(taken.block_ids[num_held:])
         return [
             FilledBlock(
                 position=position,
@@ -402,7 +404,7 @@ class Worker:
                 namespace=prompt.namespace,
                 narrowed_from=prompt.narrowed_from,
             )
-            for position, block_id in enumerate(taken.block_ids[: taken.num_shared])
+            for position, block_id in enumerate(taken.block_ids[:num_held], start=taken.first_block)
         ]
 
     async def load_back(

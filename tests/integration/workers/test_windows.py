@@ -166,6 +166,9 @@ async def test_a_window_from_another_host_gives_the_same_bits(store_node, make_w
     remote = await far.decode(token_ids, hint_nodes=("node-1",))
     assert remote.cached == CachedTokens(grpc=(PROMPT_MAX - 11) // B * B)
     assert remote.same_answer_as(cold)
+    again = await far.decode(token_ids)  # its pool has that window, and not what was before it
+    assert again.cached == CachedTokens(device=(PROMPT_MAX - 11) // B * B)
+    assert again.same_answer_as(cold)
     unpublished = CacheControl(publish=False)
     assert (await far.decode(token_ids, cache=unpublished, hint_nodes=("node-1",))).same_answer_as(cold)
 

@@ -169,6 +169,19 @@ async def test_a_prompt_longer_than_the_pool_is_admitted_and_one_whose_window_is
     engine.release(admission)
 
 
+async def test_a_conversation_in_a_pool_that_holds_no_whole_prefix_goes_on_where_it_was(
+    make_window_engine: MakeEngine, prompts: list[list[int]], window_model_dir: Path
+) -> None:
+    """Fails if a block can only be found while all before it are kept: a windowed sequence has given them back."""
+    engine = make_window_engine(usable_blocks=2 * HELD_BLOCKS)
+    conversation = prompts[2]
+    for turn in range(3):
+        reply = await generate(engine, conversation, use_device=True)
+        assert reply.num_device_blocks == (0 if turn == 0 else (len(conversation) - 9) // BLOCK_TOKENS)
+        assert reply.token_ids == plain_greedy(window_model_dir, conversation, 12)
+        conversation = [*conversation, *reply.token_ids[:11], *make_tokens(9, seed=turn)]
+
+
 async def test_many_equal_prompts_at_once_are_computed_once_and_answered_alike(
     make_window_engine: MakeEngine, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:
