@@ -7,7 +7,8 @@ is told otherwise. In each round a prompt is computed cold, loaded warm, and loa
 is the share of answers whose first token took longer than the promise: 1.05 times the cold median and the round trip
 that the worker had measured (`promise`); in the row of cold answers, what is no fault of any link. `worst` is the
 slowest answer in units of the promise, `cached` the share of the prompt that was loaded all the same.
-`race` is what computing beside the fetch from the moment of the cut on would have given: the cut, or the fault's end
+`cold, beside loads`: computed while the same prompt is loaded again and again into other blocks, as in a race. `race`
+is what computing beside the fetch from the moment of the cut on would have given: the cut, or the fault's end
 and a warm load, whichever is first. All answers must be the same bits. Prints; judges nothing.
 """
 
@@ -26,7 +27,7 @@ from statistics import median
 
 from headrace.config import EngineSettings, ModelSettings, StoreSettings
 from headrace.core.block import CacheSource, HashAlgorithm, hash_prompt
-from headrace.core.clock import SystemClock
+from headrace.core.clock import Deadline, SystemClock
 from headrace.core.generation import (
     AttemptId,
     CacheControl,
@@ -164,17 +165,37 @@ class Bench:
     def round_trip_s(self) -> float:
         return self.worker._timed_nodes.times.round_trip_s([(self._node_id, CacheSource.GRPC)])
 
+    @asynccontextmanager
+    async def loading(self, token_ids: Sequence[int]) -> AsyncIterator[None]:
+        """Loads of this prompt into blocks of their own, one after the other, for the length of the scope."""
+
+        async def load() -> None:
+            while True:
+                async with self.worker.hold_prefix(
+                    self._request(token_ids, WARM),
+                    num_blocks=len(token_ids) // BLOCK_TOKENS + 1,
+                    reusable_blocks=(len(token_ids) - 1) // BLOCK_TOKENS,
+                    hint_nodes=(self._node_id,),
+                    deadline=Deadline.after(10, CLOCK),
+                ):
+                    pass
+
+        loading = asyncio.create_task(load())
+        try:
+            yield
+        finally:
+            loading.cancel()
+            with suppress(asyncio.CancelledError):
+                await loading
+
     async def ask(self, token_ids: Sequence[int], cache: CacheControl) -> Answer:
-        namespace = self.worker.engine.model.namespace
-        prompt = hash_prompt(namespace.id, token_ids, block_tokens=BLOCK_TOKENS, algorithm=namespace.hash_algorithm)
-        sampling = SamplingParams(max_tokens=2, logprobs=1, ignore_eos=True)
-        request = GenerateRequest(RequestId("r"), self.worker.engine.model.name, prompt, sampling, cache)
+        request = self._request(token_ids, cache)
         call = DecodeCall(
             attempt_id=AttemptId(secrets.token_hex(8)),
             request=request,
             worker_id=self.worker.worker_id,
             timeout_ms=60_000,
-            computed_from=len(prompt.chain),
+            computed_from=len(request.prompt.chain),
             hint_nodes=(self._node_id,),
         )
         started_s, ttft_s, tokens, cached = time.perf_counter(), 0.0, [], 0
@@ -188,6 +209,14 @@ class Bench:
         while self.worker.publisher.num_pending:  # noqa: ASYNC110 (a publisher has no event for this)
             await asyncio.sleep(0.005)
         return Answer(ttft_s, tuple(tokens), cached)
+
+    def _request(self, token_ids: Sequence[int], cache: CacheControl) -> GenerateRequest:
+        model = self.worker.engine.model
+        prompt = hash_prompt(
+            model.namespace.id, token_ids, block_tokens=BLOCK_TOKENS, algorithm=model.namespace.hash_algorithm
+        )
+        sampling = SamplingParams(max_tokens=2, logprobs=1, ignore_eos=True)
+        return GenerateRequest(RequestId("r"), model.name, prompt, sampling, cache)
 
 
 @asynccontextmanager
@@ -256,6 +285,8 @@ async def measure(bench: Bench, num_tokens: int, *, rounds: int, end_s: float) -
         if time.monotonic() > end_s and found:
             break
         found["cold"].append(await bench.ask(token_ids, COLD))
+        async with bench.loading(token_ids):
+            found["cold, beside loads"].append(await bench.ask(token_ids, COLD))
         found["warm"].append(await bench.ask(token_ids, WARM))
         for fault in faults(payload_bytes, cold_s):
             trips[fault.name].append(bench.round_trip_s)

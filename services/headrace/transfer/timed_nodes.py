@@ -7,7 +7,6 @@ through unchanged.
 """
 
 import asyncio
-import math
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -35,6 +34,7 @@ class _Link:
     fit: LinkFit
     has_delivered: bool = False
     round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=ROUND_TRIPS_KEPT))
+    silent_s: float = 0.0  # the longest that was waited in vain since a block came last
 
 
 class LinkTimes:
@@ -51,20 +51,23 @@ class LinkTimes:
 
     def add_round_trip(self, way: Way, seconds: float) -> None:
         """The first block came after so long."""
-        self._link(way).round_trips_s.append(seconds)
+        link = self._link(way)
+        link.round_trips_s.append(seconds)
+        link.silent_s = 0.0
 
     def add_given_up(self, way: Way, seconds: float) -> None:
-        """Nobody waits for the first block any more, after so long: no news, unless none took as long before."""
-        known = self._link(way).round_trips_s
-        if seconds > max(known, default=0.0):
-            known.append(seconds)
+        """Nobody waits for the first block any more, after so long: it would have taken longer."""
+        link = self._link(way)
+        link.silent_s = max(link.silent_s, seconds)
 
     def round_trip_s(self, ways: Iterable[Way]) -> float:
         """How long the slowest of these may take for its first block: as long as any lately took, within limits."""
         longest_s = OVERTAKE_ROUND_TRIP_MIN_MS / 1000
         for way in ways:
-            known = self._links[way].round_trips_s if way in self._links else ()
-            longest_s = max(longest_s, max(known) if len(known) >= ROUND_TRIPS_KNOWN else math.inf)
+            link = self._links.get(way)
+            if link is None or len(link.round_trips_s) < ROUND_TRIPS_KNOWN:
+                return OVERTAKE_ROUND_TRIP_MAX_MS / 1000
+            longest_s = max(longest_s, link.silent_s, *link.round_trips_s)
         return min(longest_s, OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
 
     def links(self) -> tuple[MeasuredLink, ...]:
