@@ -87,7 +87,7 @@ async def _find(
     token_ids = await tokenize_prompt(
         parse_admin_prompt(request),
         model_path=served.model_path,
-        tokens_max=served.tokens_max,
+        room=served.room,
         tokenizers=service.tokenizers,
         deadline=Deadline.after(TIMEOUT_S, service.clock),
     )

@@ -24,6 +24,7 @@ from headrace.core.limits import (
     WORKER_TABLE_REFRESH_MS,
 )
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
+from headrace.core.sequence_room import SequenceRoom
 from headrace.core.tenants import KeyRing, Tenant, groups_of
 from headrace.gateway.admit_request import Places, admit_request, shortest_queue_s
 from headrace.gateway.authenticate import authenticate
@@ -257,11 +258,11 @@ class GatewayService:
         token_ids = await tokenize_prompt(
             request.prompt,
             model_path=served.model_path,
-            tokens_max=served.tokens_max,
+            room=served.room,
             tokenizers=self.tokenizers,
             deadline=deadline,
         )
-        sampling = settle_sampling(request.sampling, prompt_tokens=len(token_ids), tokens_max=served.tokens_max)
+        sampling = settle_sampling(request.sampling, prompt_tokens=len(token_ids), room=served.room)
         prompt = hash_for(served.namespace, token_ids, cache_salt=request.cache_salt, trust_group=tenant.trust_group)
         request_id = RequestId(secrets.token_hex(12))
         recent = RecentPrompt(served.name, tenant.trust_group, prompt, came_unix_ms=self.clock.unix_ms())
@@ -326,18 +327,18 @@ def settle_priority(priority: int | None, tenant: Tenant) -> int:
     return priority
 
 
-def settle_sampling(options: SamplingOptions, *, prompt_tokens: int, tokens_max: int) -> SamplingParams:
+def settle_sampling(options: SamplingOptions, *, prompt_tokens: int, room: SequenceRoom) -> SamplingParams:
     """Fill in what the caller left open: the output's bound (what fits, at most the default) and the seed (a draw)."""
-    room = tokens_max - prompt_tokens
-    assert room >= 1, "tokenize_prompt leaves room for one token"
+    left = room.tokens_max - prompt_tokens
+    assert left >= 1, "tokenize_prompt leaves room for one token"
     max_tokens = options.max_tokens
     if max_tokens is None:
-        max_tokens = min(room, options.max_tokens_default or OUTPUT_TOKENS_DEFAULT)
-    if max_tokens > room:
+        max_tokens = min(left, options.max_tokens_default or OUTPUT_TOKENS_DEFAULT)
+    if max_tokens > left:
         raise ContextExceeded(
-            f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} make {prompt_tokens + max_tokens}; at most"
-            f" {tokens_max} fit: shorten the prompt or ask for at most {room}",
-            tokens_max=tokens_max,
+            f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} make {prompt_tokens + max_tokens}, and at most"
+            f" max_tokens {left} would fit: {room.why_not(prompt_tokens + max_tokens)}",
+            tokens_max=room.tokens_max,
             param="max_tokens",
         )
     return SamplingParams(

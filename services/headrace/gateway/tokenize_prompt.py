@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from headrace.core.clock import Deadline
 from headrace.core.errors import ContextExceeded, InvalidRequest, ModelRefused
 from headrace.core.limits import TOKENIZER_THREADS
+from headrace.core.sequence_room import SequenceRoom
 from headrace.wire.client_request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,9 @@ Result = TypeVar("Result")
 
 
 async def tokenize_prompt(
-    prompt: Prompt, *, model_path: str, tokens_max: int, tokenizers: "Tokenizers", deadline: Deadline
+    prompt: Prompt, *, model_path: str, room: SequenceRoom, tokenizers: "Tokenizers", deadline: Deadline
 ) -> tuple[int, ...]:
-    """Token ids of a prompt as the model reads it, at least one and fewer than `tokens_max`.
+    """Token ids of a prompt as the model reads it, at least one; one token of output has room behind them.
 
     Text gets the special tokens that the tokenizer adds by itself; a chat goes through the model's own template and
     ends where the assistant's answer begins; token ids are taken as they are. Raises InvalidRequest (no chat template,
@@ -38,15 +39,14 @@ async def tokenize_prompt(
         case TokenPrompt(token_ids=token_ids):
             _check_known(token_ids, tokenizer.vocab_size)
         case TextPrompt() | ChatPrompt():
-            _check_chars(prompt, tokenizer, tokens_max)
+            _check_chars(prompt, tokenizer, room.tokens_max)
             token_ids = await tokenizers.run(functools.partial(tokenizer.encode, prompt), deadline=deadline)
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
-    if len(token_ids) >= tokens_max:
+    if not room.holds(len(token_ids) + 1):
         raise ContextExceeded(
-            f"the prompt has {len(token_ids)} tokens; prompt and at least one token of output must fit into"
-            f" {tokens_max}: shorten the prompt",
-            tokens_max=tokens_max,
+            f"a prompt of {len(token_ids)} tokens and one of output: {room.why_not(len(token_ids) + 1)}",
+            tokens_max=room.tokens_max,
             param="prompt",
         )
     return token_ids

@@ -18,6 +18,7 @@ from headrace.core.generation import RequestId, WorkerId
 from headrace.core.limits import MEMBER_REFRESH_MS, WORKER_SUSPECT_MS, WORKER_TABLE_KEEP_MS, WORKER_TABLE_REFRESH_MS
 from headrace.core.members import WorkerRecord
 from headrace.core.overtaking import WaitingPrompts
+from headrace.core.sequence_room import SequenceRoom
 from headrace.core.worker_columns import WorkerColumns, tokens_max
 
 
@@ -31,6 +32,12 @@ class ServedModel:
     tokens_max: int  # prompt plus output of one sequence, on the roomiest decode worker
     workers: tuple[WorkerRecord, ...]
     suspects: frozenset[WorkerId]  # those of them that failed a call lately: the last to be tried
+
+    @property
+    def room(self) -> SequenceRoom:
+        """Of one sequence, on that worker."""
+        roomiest = max((worker for worker in self.workers if worker.role.decodes), key=tokens_max)
+        return SequenceRoom(self.tokens_max, self.namespace.layout.block_tokens, roomiest.pool_blocks)
 
 
 @dataclass(slots=True, eq=False)

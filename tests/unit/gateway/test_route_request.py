@@ -1,6 +1,7 @@
 """From a client's request to tokens, over workers that die, refuse, hang and are slow."""
 
 import asyncio
+import re
 from contextlib import aclosing
 
 import pytest
@@ -357,6 +358,10 @@ async def test_wrong_requests_touch_no_worker(model_path, request_, error, param
         with pytest.raises(error) as raised:
             await collect(gateway, request_)
         assert raised.value.param == param
+        if error is ContextExceeded and "characters" not in str(raised.value):
+            assert re.search(
+                r"25[67] tokens are \d+ KV blocks of \d+; the roomiest worker's pool has", str(raised.value)
+            )
         assert not any(worker.calls for worker in gateway.calls.workers.values())
         gateway.assert_at_rest()
 

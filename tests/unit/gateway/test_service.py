@@ -9,6 +9,7 @@ from tiny_gateway import make_namespace, make_worker_record, tiny_gateway
 from headrace.core.errors import IndexUnavailable, InvalidRequest
 from headrace.core.generation import CacheControl
 from headrace.core.retention import Retention
+from headrace.core.sequence_room import SequenceRoom
 from headrace.core.tenants import Tenant
 from headrace.gateway.service import hash_for, settle_priority, settle_retention, settle_sampling
 from headrace.gateway.tokenize_prompt import PromptTokenizer, Tokenizers, load_tokenizer
@@ -107,14 +108,14 @@ def test_salts_narrow_and_cannot_be_spelled_as_another_group():
 def test_the_outputs_bound_is_the_callers_or_what_fits(named, default, room, expected):
     """Fails when a default overrides a wish, or does not fit."""
     options = SamplingOptions(max_tokens=named, max_tokens_default=default)
-    assert settle_sampling(options, prompt_tokens=10, tokens_max=10 + room).max_tokens == expected
+    assert settle_sampling(options, prompt_tokens=10, room=SequenceRoom(10 + room, 16, 100)).max_tokens == expected
 
 
 def test_unset_seeds_are_drawn_and_set_ones_are_kept():
     """Fails when two sampled answers are always the same, or a seed of 0 is taken for none."""
-    drawn = {settle_sampling(SamplingOptions(), prompt_tokens=1, tokens_max=9).seed for _ in range(3)}
+    drawn = {settle_sampling(SamplingOptions(), prompt_tokens=1, room=SequenceRoom(9, 16, 100)).seed for _ in range(3)}
     assert len(drawn) == 3
-    assert settle_sampling(SamplingOptions(seed=0), prompt_tokens=1, tokens_max=9).seed == 0
+    assert settle_sampling(SamplingOptions(seed=0), prompt_tokens=1, room=SequenceRoom(9, 16, 100)).seed == 0
 
 
 @pytest.mark.parametrize(

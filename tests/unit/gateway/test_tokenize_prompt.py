@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.errors import DeadlineExceeded, InvalidRequest, ModelRefused
+from headrace.core.sequence_room import SequenceRoom
 from headrace.gateway.tokenize_prompt import PromptTokenizer, Tokenizers, load_tokenizer, tokenize_prompt
 from headrace.wire.client_request import ChatPrompt, ChatTurn, TextPrompt, TokenPrompt
 
@@ -25,7 +26,8 @@ def tokenizers():
 
 
 def tokenize(prompt, model_path, tokenizers, tokens_max=1_000):
-    return tokenize_prompt(prompt, model_path=model_path, tokens_max=tokens_max, tokenizers=tokenizers, deadline=soon())
+    room = SequenceRoom(tokens_max, block_tokens=16, pool_blocks=100)
+    return tokenize_prompt(prompt, model_path=model_path, room=room, tokenizers=tokenizers, deadline=soon())
 
 
 async def test_text_and_chat_give_the_ids_of_transformers_itself(model_path, tokenizers):

@@ -114,7 +114,7 @@ def test_requests_stay_within_one_namespace_of_a_model(table):
 
 def test_the_room_of_a_model_is_the_roomiest_decode_workers(table):
     """Fails when a pool smaller than the context is overlooked, or one small worker limits all."""
-    table.replace([make_worker_record("d0", pool_blocks=10), make_worker_record("d1", pool_blocks=20)])
+    table.replace([make_worker_record("d0", context_tokens_max=40), make_worker_record("d1", context_tokens_max=80)])
     assert table.served("tiny").tokens_max == 80
 
 
