@@ -246,6 +246,10 @@ STREAM_EVENTS_MAX = 4_096
 # 3 s old (2 s since the worker wrote them, 1 s since we read them).
 WORKER_TABLE_REFRESH_MS = 1_000
 
+# The pause before it is read out of turn, for requests that name a worker or a model which is not known: such requests,
+# however many, cost ten readings a second.
+WORKER_TABLE_PAUSE_MS = 100
+
 # A worker that failed a call is not chosen for this long: after it, either its record has expired or it lives.
 WORKER_SUSPECT_MS = 6_000
 

@@ -21,6 +21,7 @@ from headrace.core.limits import (
     GATEWAY_INFLIGHT_MAX,
     OUTPUT_TOKENS_DEFAULT,
     REQUEST_TIMEOUT_MS_DEFAULT,
+    WORKER_TABLE_PAUSE_MS,
     WORKER_TABLE_REFRESH_MS,
 )
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
@@ -136,6 +137,8 @@ class GatewayService:
         )
         self._index_available = True
         self._refresh_now = asyncio.Event()
+        self._refresh_began_s = float("-inf")
+        self._one_refresh = asyncio.Lock()
         self._refreshing: asyncio.Task[None] | None = None
         self._beside: list[Callable[[], Awaitable[None]]] = []
         self._stepping: list[asyncio.Task[None]] = []
@@ -185,6 +188,7 @@ class GatewayService:
 
     async def refresh(self) -> None:
         """Read the workers once. When that fails the table stays as it is: dead workers show by failing calls."""
+        self._refresh_began_s = self.clock.now_s()
         try:
             self.table.replace(await self.membership.workers())
         except IndexUnavailable as error:
@@ -254,7 +258,7 @@ class GatewayService:
 
     async def _prepare(self, request: ClientRequest, tenant: Tenant, deadline: Deadline) -> list[GenerateRequest]:
         """Tokenise, hash and settle sampling: one GenerateRequest for each choice, all with the same prompt."""
-        served = self.table.served(request.model, request.decode_worker)
+        served = await self._served(request)
         token_ids = await tokenize_prompt(
             request.prompt,
             model_path=served.model_path,
@@ -282,6 +286,23 @@ class GatewayService:
             )
             for choice in range(request.choices)
         ]
+
+    async def _served(self, request: ClientRequest) -> ServedModel:
+        """The model that is asked for. A model or a worker that is not known here may be new, and known to the gateway
+        that the caller heard of it from: the members are read before it is refused, once for all who wait for that."""
+        asked_s = self.clock.now_s()
+        named = {request.decode_worker, request.prefill_worker} - {None}
+        try:
+            served = self.table.served(request.model, request.decode_worker)
+            if named <= {record.worker_id for record in self.table.records()}:
+                return served
+        except InvalidRequest:
+            pass
+        async with self._one_refresh:
+            if self._refresh_began_s <= asked_s:
+                await asyncio.sleep(self._refresh_began_s + WORKER_TABLE_PAUSE_MS / 1000 - self.clock.now_s())
+                await self.refresh()
+        return self.table.served(request.model, request.decode_worker)
 
 
 async def _keep_stepping(step: Callable[[], Awaitable[None]]) -> None:

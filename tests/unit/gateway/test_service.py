@@ -2,20 +2,25 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
-from tiny_gateway import make_namespace, make_worker_record, tiny_gateway
+from tiny_gateway import TinyWorker, make_namespace, make_worker_record, tiny_gateway
 
-from headrace.core.errors import IndexUnavailable, InvalidRequest
-from headrace.core.generation import CacheControl
+from headrace.core.errors import IndexUnavailable, InvalidRequest, UnknownModel
+from headrace.core.generation import CacheControl, WorkerId
 from headrace.core.retention import Retention
 from headrace.core.sequence_room import SequenceRoom
-from headrace.core.tenants import Tenant
+from headrace.core.tenants import EVERYBODY, Tenant
 from headrace.gateway.service import hash_for, settle_priority, settle_retention, settle_sampling
 from headrace.gateway.tokenize_prompt import PromptTokenizer, Tokenizers, load_tokenizer
-from headrace.wire.client_request import SamplingOptions
+from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
 D0 = make_worker_record("d0")
+
+
+def make_request(**options) -> ClientRequest:
+    return ClientRequest(prompt=TokenPrompt((5, 6, 7)), sampling=SamplingOptions(max_tokens=2), **options)
 
 
 async def until(condition, seconds=3.0):
@@ -68,6 +73,40 @@ async def test_a_membership_that_is_away_leaves_the_known_workers_in_service(mod
         assert not gateway.service.index_available
         gateway.membership.workers = there
         await until(lambda: gateway.service.index_available)
+
+
+async def test_a_worker_that_another_gateway_knows_already_is_not_refused(model_path):
+    """Fails when a client that saw a new worker through one gateway is refused by the other for a second."""
+    async with tiny_gateway(D0, model_path=model_path) as gateway:
+        late = replace(D0, worker_id=WorkerId("late"), model_path=model_path)
+        gateway.calls.workers["late"] = TinyWorker(late)
+        await gateway.membership.announce(late, ttl_ms=60_000)
+        events = [
+            event
+            async for event in gateway.service.generate(
+                make_request(model="tiny", decode_worker=WorkerId("late")), EVERYBODY
+            )
+        ]
+        assert events[-1].finished.worker_id == "late"
+
+
+async def test_requests_for_what_is_not_there_cost_few_readings_of_the_members(model_path):
+    """Fails when each of them has the members read."""
+    async with tiny_gateway(D0, model_path=model_path) as gateway:
+        there, readings = gateway.membership.workers, []
+
+        async def counted():
+            readings.append(1)
+            return await there()
+
+        gateway.membership.workers = counted
+
+        async def ask() -> None:
+            with pytest.raises(UnknownModel):
+                [event async for event in gateway.service.generate(make_request(model="none"), EVERYBODY)]
+
+        await asyncio.gather(*(ask() for _ in range(50)))
+        assert len(readings) <= 3
 
 
 async def test_a_gateway_that_stopped_following_is_not_ready(model_path):
