@@ -35,6 +35,7 @@ async def examine_system(fleet: Fleet, *, fix: bool) -> list[Finding]:
     try:
         nodes: Sequence[StoreNodeRecord] = await service.membership.store_nodes()
         findings = [Finding("index", "", service.index_available, _index_detail(service.index_available))]
+        findings += [_version_finding(each.holder_id, each.version) for each in await service.membership.gateways()]
     except IndexUnavailable as away:
         nodes, findings = (), [Finding("index", "", False, str(away))]
     if not nodes:
@@ -125,10 +126,12 @@ def _index_detail(available: bool) -> str:
     return "answers" if available else "does not answer; requests go on without reuse"
 
 
+def _version_finding(holder: str, version: str) -> Finding:
+    return Finding("version", holder, version == __version__, f"{version}, here {__version__}")
+
+
 async def _examine_worker(service: GatewayService, worker: WorkerRecord) -> list[Finding]:
-    findings = [
-        Finding("version", worker.holder_id, worker.version == __version__, f"{worker.version}, here {__version__}")
-    ]
+    findings = [_version_finding(worker.holder_id, worker.version)]
     if worker.unix_ms:
         # Said when it was announced, which is at most MEMBER_TTL_MS ago.
         now_ms = service.clock.unix_ms()

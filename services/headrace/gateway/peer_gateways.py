@@ -47,6 +47,7 @@ class PeerGateways:
         self._clock = clock
         self._server: grpc.aio.Server | None = None
         self._record: GatewayRecord | None = None
+        self._seen: tuple[GatewayRecord, ...] = ()  # when the members were last read
 
     async def start(self, remembering: Any) -> None:
         """Serve what others may ask. remembering: has the methods of `GatewayPeer`, and asks nobody itself."""
@@ -65,10 +66,12 @@ class PeerGateways:
         )
 
     async def step(self) -> None:
-        """Announce this gateway, if it has started. A membership that is away hears of it at the next step."""
+        """Announce this gateway, if it has started, and see who else is there. Both wait for the next step while the
+        membership is away."""
         if self._record is not None:
             with suppress(IndexUnavailable):
                 await self._membership.announce(self._record, ttl_ms=MEMBER_TTL_MS)
+                self._seen = await self._membership.gateways()
 
     async def stop(self) -> None:
         """Be unseen, then serve no more. Idempotent."""
@@ -86,11 +89,10 @@ class PeerGateways:
         rpc: of `GatewayPeer`. unknown: what this gateway itself said. Raises InvalidRequest when no other knows more,
         which says who could not be asked.
         """
+        with suppress(IndexUnavailable):  # then those are asked who were there lately
+            self._seen = await self._membership.gateways()
+        others = [each for each in self._seen if each.gateway_id != self._gateway_id]
         silent = []
-        try:
-            others = [each for each in await self._membership.gateways() if each.gateway_id != self._gateway_id]
-        except IndexUnavailable as away:
-            others, silent = [], [f"other gateways are not known now: {away}"]
         metadata = ((AUTHORIZATION, authorization),) if authorization else ()
         channels = Channels()  # of this question: gateways come and go, and questions are rare
         asking = [

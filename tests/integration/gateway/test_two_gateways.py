@@ -18,10 +18,13 @@ from headrace.core.generation import CacheControl, GenerateRequest, RequestId, S
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import GatewayRecord, WorkerRole
 from headrace.core.tenants import HashedKey, new_key
+from headrace.gateway.examine_system import examine_system
+from headrace.gateway.fleet import Fleet
 from headrace.gateway.refuse_call import CallRefused
 from headrace.gateway.service import hash_for
 from headrace.index.redis_index import RedisIndex
 from headrace.index.redis_membership import RedisMembership
+from headrace.transfer.channels import Channels
 from headrace.wire.v1 import admin_pb2
 
 KEYS = {name: new_key() for name in ("one", "two")}
@@ -66,9 +69,10 @@ class TwoGateways:
         return reply.json()["id"].rpartition("-")[2]
 
     async def see_each_other(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
-                if len(await self.membership.gateways()) == 2:
+                is_ready = all(gateway._service.ready() for gateway in self.gateways)
+                if is_ready and len(await self.membership.gateways()) == 2:
                     return
                 await asyncio.sleep(0.05)
 
@@ -146,7 +150,7 @@ async def test_a_gateway_that_stopped_is_not_asked(two: TwoGateways):
 async def test_a_gateway_that_does_not_answer_is_named_and_keeps_nobody_waiting(two: TwoGateways):
     """Fails when one that died, whose record still stands, holds up a question, or is passed over in silence."""
     request_id = await two.generate(0, "one")
-    dead = GatewayRecord(gateway_id="dead", incarnation=1, host="h", address="127.0.0.1:1", pid=1)
+    dead = GatewayRecord(gateway_id="dead", incarnation=1, host="h", address="127.0.0.1:1", pid=1, version="0.0.0")
     await two.membership.announce(dead, ttl_ms=MEMBER_TTL_MS)
     asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
     assert (await two.gateways[1].admin.ExplainRoute(asked, Context("one"))).request_id == request_id
@@ -155,6 +159,12 @@ async def test_a_gateway_that_does_not_answer_is_named_and_keeps_nobody_waiting(
         await two.gateways[1].admin.ExplainRoute(admin_pb2.ExplainRouteRequest(request_id="0"), context)
     assert "2 other gateways" in context.details
     assert "gateway dead does not answer: UNAVAILABLE" in context.details
+    findings = await examine_system(Fleet(two.gateways[0]._service, channel_to=Channels().to), fix=False)
+    assert {f.holder: f.ok for f in findings if f.holder.startswith("gateway:")} == {
+        "gateway:a": True,
+        "gateway:b": True,
+        "gateway:dead": False,
+    }
 
 
 async def test_both_find_the_same_holders_and_choose_the_same_workers(two: TwoGateways):
