@@ -18,6 +18,7 @@ def complete(system: LocalSystem, prompt: list[int], *, headers: dict | None = N
     if not fields.get("stream"):
         reply = httpx.post(url, json=body, headers=headers, timeout=30)
         assert reply.status_code == 200, reply.text
+        assert len(reply.headers.get_list("x-request-id")) == 1
         return reply.json()
     with httpx.stream("POST", url, json=body | {"stream_options": {"include_usage": True}}, timeout=30) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
@@ -28,7 +29,7 @@ def complete(system: LocalSystem, prompt: list[int], *, headers: dict | None = N
 
 
 def test_strange_and_missing_request_ids_are_served_and_kept_apart(system: LocalSystem):
-    """Fails when a client's id names anything inside."""
+    """Fails when a client's id names anything inside, or comes back twice."""
     prompts = [make_token_ids(40, seed=90_000 + i) for i in range(len(IDS))]
     one_by_one = [complete(system, prompt, temperature=0)["choices"][0]["text"] for prompt in prompts]
     with ThreadPoolExecutor(len(IDS)) as pool:

@@ -78,15 +78,18 @@ def test_one_of_two_gateways_killed_under_load_costs_what_it_had_begun_and_nothi
 
 
 def test_all_gateways_killed_under_load_are_back_in_seconds_and_hit_as_before(system: LocalSystem):
-    """Fails when their requests hang or end in something that no client knows to try again, the workers go on for
-    nobody, or a new gateway has to learn anew who holds what."""
+    """Fails when their requests hang or end in something that no client knows to try again, one of which nothing was
+    told does not wait for a new gateway, the workers go on for nobody, or a new gateway has to learn anew who holds
+    what."""
     prompts = make_prompts(20, seed=151_000)
     warm = [result.token_ids for result in ask_all(system, prompts)]
     killed = gateway_pids(system)
     assert len(killed) == 2
     ports = metrics_ports(system)
-    with long_streams(system):
+    with long_streams(system), ThreadPoolExecutor(1) as beside:
+        whole = beside.submit(http_completions, system, prompts[:4], max_tokens=60, stream=False)
         streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=60)
+        assert whole.result() == ["200"] * 4
     streams.check_every_token()
     assert streams.cut_off
     assert all(isinstance(each.error, GatewayUnreachable) for each in streams.cut_off)

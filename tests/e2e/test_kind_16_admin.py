@@ -55,6 +55,15 @@ def on_node(system: LocalSystem, prompt: Stored) -> int:
     return sum(block.holder.startswith("node:") for block in listed.blocks)
 
 
+def is_indexed(system: LocalSystem, prompt: Stored) -> bool:
+    """Whether the gateways know what the store node holds of it: asked four times, of which each has one or more."""
+    for _ in range(4):
+        runs = system.client.why_miss(prompt.token_ids).runs
+        if not any(run.holder.startswith("node:") and run.indexed_blocks == FIVE for run in runs):
+            return False
+    return True
+
+
 def cli(system: LocalSystem, *arguments: str):
     options = ["--address", system.state.grpc_target, "--json"]
     done = CliRunner().invoke(main, [*arguments, *options], catch_exceptions=False)
@@ -91,6 +100,7 @@ def test_a_prefix_travels_as_a_file_and_hits_when_it_is_back(system: LocalSystem
     system.client.evict(stored.whole, dry_run=False)
     assert on_node(system, stored) == 0
     assert cli(system, "cache", "import", file)["blocks"] == {"stored": FIVE}
+    wait_until(lambda: is_indexed(system, stored), within_s=5, what="every gateway has heard of the blocks")
     warm = ask(system, list(stored.token_ids))
     assert warm.token_ids == cold.token_ids
     assert warm.usage.cached.total == FIVE * BLOCK_TOKENS
