@@ -18,6 +18,7 @@ def show_positions(config: Config, *, report: Report) -> Lesson:
     model = load_for_lesson(config, pool_tokens=4 * (WORDS + SHIFT), report=report)
     inner = getattr(model.runner.model, "model", None)
     rotary = getattr(inner, "rotary_emb", None)
+    rotary = getattr(rotary, "rotary", rotary)  # the model's own, where fused layers have put theirs around it
     if rotary is None:
         raise InvalidRequest(f"{model.name} has no rotary positions", param="model")
     num_words = fitting(model, WORDS + SHIFT, least=8) // 2
