@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.core.block import CacheSource, NamespaceId
 from headrace.core.clock import Clock, Deadline
@@ -326,32 +327,25 @@ class Worker:
         """As `load_prefix` or `follow_prefill`, or by `load_window` what the model reads of it; faults are reported."""
         if self.engine.window.bounded:
             table = WindowTable(tuple(admission.block_ids), admission.first_block, self.engine.window)
-            loaded, table = await load_window(
+            loaded, table = await self._here(load_window)(
                 admission.prompt,
                 table,
                 plan=plan,
                 budget=lambda blocks: self._budget(request, blocks, plan.hint_nodes),
                 hand_off=hand_off,
-                layout=self.layout,
-                nodes=self._timed_nodes,
-                pool=self._pool,
                 deadline=deadline,
             )
             self.engine.move_table(admission, table.block_ids, first_block=table.first_block)
         else:
             load = load_prefix if hand_off is None else functools.partial(follow_prefill, hand_off=hand_off)
-            loaded = await load(
-                admission.prompt,
-                admission.block_ids,
-                plan=plan,
-                layout=self.layout,
-                nodes=self._timed_nodes,
-                pool=self._pool,
-                deadline=deadline,
-            )
+            loaded = await self._here(load)(admission.prompt, admission.block_ids, plan=plan, deadline=deadline)
         for fault in loaded.faults:
             self.report_fault(fault)
         return loaded
+
+    def _here(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """A way to load, between this worker's store nodes and its pool."""
+        return functools.partial(load, layout=self.layout, nodes=self._timed_nodes, pool=self._pool)
 
     async def _await_turn(
         self, waiting: ExitStack, request: GenerateRequest, num_blocks: int, hand_off: HandOff, *, deadline: Deadline
@@ -414,15 +408,8 @@ class Worker:
 
         request: with the run's tokens so far as its prompt. Raises only cancellation.
         """
-        loaded = await load_prefix(
-            request.prompt,
-            block_ids,
-            plan=replace(plan, budget=self._budget(request, blocks, plan.hint_nodes)),
-            layout=self.layout,
-            nodes=self._timed_nodes,
-            pool=self._pool,
-            deadline=deadline,
-        )
+        plan = replace(plan, budget=self._budget(request, blocks, plan.hint_nodes))
+        loaded = await self._here(load_prefix)(request.prompt, block_ids, plan=plan, deadline=deadline)
         for fault in loaded.faults:
             self.report_fault(fault)
         return loaded.num_blocks
