@@ -12,6 +12,7 @@ machine did then is in both. Owns how a planned load becomes a trace, and what i
 import asyncio
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -23,6 +24,7 @@ from headrace.bench.serving_report import LoadReport, Table
 from headrace.bench.serving_tally import Slo
 from headrace.client import AsyncHeadraceClient, Sampling
 from headrace.core.clock import SystemClock
+from headrace.core.errors import IndexUnavailable
 from headrace.core.members import WorkerRecord
 from headrace.core.ports import Membership
 from headrace.index.redis_membership import RedisMembership
@@ -203,14 +205,15 @@ async def _load_and_list(
 
     async def list_workers() -> None:
         while True:
-            listings.append(await membership.workers())
+            with suppress(IndexUnavailable):  # the machine is busy: one listing less
+                listings.append(await membership.workers())
             await asyncio.sleep(LISTED_EVERY_S)
 
     async with asyncio.TaskGroup() as group:
         listing = group.create_task(list_workers())
         live = await measure_load(endpoint, workload, bounds=bounds, slo=slo, report=report)
         listing.cancel()
-    return live, listings
+    return live, listings or [await membership.workers()]
 
 
 async def _trace_of(
