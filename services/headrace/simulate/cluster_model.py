@@ -58,7 +58,14 @@ class ClusterModel:
         return tuple(range(self.prefill_workers, self.num_workers))
 
 
-PROFILES = ("h100-8b-pd", "h100-8b-pd-pool", "h100-8b-mixed", "h100-8b-mixed-pool", "h100-70b-pd-pool")
+PROFILES = (
+    "h100-8b-pd",
+    "h100-8b-pd-pool",
+    "h100-8b-mixed",
+    "h100-8b-mixed-pool",
+    "h100-70b-pd-pool",
+    "cpu-135m-mixed",
+)
 
 
 def read_cluster(named: str) -> ClusterModel:
