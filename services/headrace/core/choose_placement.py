@@ -145,19 +145,19 @@ def score_placements(
     weight = price_here + interference * workers.decodes
     cost = ttft + weight * work
     best = _cheapest(cost, ends > starts, fetch_slack, copies) if fetch_slack else cost.argmin(axis=0)
-    at = (best, np.arange(len(own)))
-    fetch_from, fetch_to, work_s = starts[at], ends[at], work[at]
+    at = best * len(own) + np.arange(len(own))  # each worker's best, in the flattened arrays
+    fetch_from, fetch_to, work_s = starts.take(at), ends.take(at), work.take(at)
     return Scores(
         fetch_from=fetch_from,
         fetch_to=fetch_to,
         copy=np.where(fetch_to > fetch_from, (best - 1) // len(fetch_starts), -1),
         wait_s=workers.queue_s,
         compute_s=work_s,
-        fetch_s=fetch[at],
-        ttft_s=ttft[at],
+        fetch_s=fetch.take(at),
+        ttft_s=ttft.take(at),
         price_s=price_here * work_s,
         interference_s=interference * workers.decodes * work_s,
-        cost_s=cost[at],
+        cost_s=cost.take(at),
     )
 
 
@@ -170,9 +170,9 @@ def _ways(own: Ints, copies: Sequence[Copy], prompt_tokens: int, fetch_starts: F
     for number, copy in enumerate(copies):
         rows = slice(1 + number * len(fetch_starts), 1 + (number + 1) * len(fetch_starts))
         stretch = np.maximum(np.minimum(copy.tokens, prompt_tokens - 1) - own, 0)
-        starts[rows] = own + (stretch * fetch_starts[:, None]).astype(np.int64)
-        ends[rows] = own + stretch
-        moved = (ends[rows] - starts[rows]) * copy.token_bytes
+        skipped = (stretch * fetch_starts[:, None]).astype(np.int64) if fetch_starts.any() else 0
+        starts[rows], ends[rows] = own + skipped, own + stretch
+        moved = (stretch - skipped) * copy.token_bytes
         begin_s = copy.link_busy_s + copy.link.round_trip_s
         fetch[rows] = (begin_s + moved / copy.link.bytes_per_s) * (moved > 0)
     return starts, ends, fetch

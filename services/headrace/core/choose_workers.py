@@ -219,12 +219,12 @@ class _Choice:
         cost_s = costs.cost_s(computing, decoding, hand_offs_s)
         cost_s[(computing == computes) & (decoding == decode)] = np.inf
         rivals = np.argsort(cost_s, kind="stable")[: min(DECISION_PLANS_MAX, np.isfinite(cost_s).sum())]
-        is_barred = np.append(barred, np.zeros(len(prefillers), dtype=bool))[places[rivals]].tolist()
         rows = computing[rivals].tolist()
+        is_barred = [place < len(barred) and barred[place] for place in places[rivals].tolist()]
         return costs.terms(
-            np.append(computes, computing[rivals]),
-            np.append(decode, decoding[rivals]),
-            hand_off_s=np.append(hand_off_s, hand_offs_s[rivals]),
+            np.array([computes, *rows]),
+            np.array([decode, *decoding[rivals].tolist()]),
+            hand_off_s=np.array([hand_off_s, *hand_offs_s[rivals].tolist()]),
             barred=["", *(self._why_barred(row) if no else "" for row, no in zip(rows, is_barred, strict=True))],
         )
 
