@@ -69,13 +69,26 @@ def test_what_stands_on_a_forgotten_prefix_is_not_shared_when_the_window_has_pas
 
 
 def test_names_of_blocks_that_are_gone_are_bounded() -> None:
-    """Long prompts, of each of which a small tail stays: fails if a pool remembers more than it may."""
-    pool = BlockPool(8, window=WINDOW)
-    length = POOL_NAMES_PER_BLOCK_MAX * 8 // 2
-    for seed in range(4):
-        run(pool, make_prompt([1_000 * seed + position for position in range(length)]))
+    """Tails of long prompts, each with all its names: fails if a pool remembers more than it may."""
+    pool, length = BlockPool(8, window=WINDOW), 2 * POOL_NAMES_PER_BLOCK_MAX
+    prompts = [make_prompt([1_000 * seed + position for position in range(length)]) for seed in range(4)]
+    for prompt in prompts * 2:
+        tail = pool.take(2)
+        assert isinstance(tail, Taken)
+        assert pool.hash_blocks(prompt, tail.block_ids, first_block=length - 2)
+        pool.unref_all(tail.block_ids)
+        assert pool.resident_blocks(prompt) == length
         assert len(pool._tree.names) <= POOL_NAMES_PER_BLOCK_MAX * 8
-    assert pool.resident_blocks(make_prompt([3_000 + position for position in range(length)])) == length
+        pool.check_integrity()
+    small, held = BlockPool(4, window=WINDOW), []
+    for prompt in prompts:
+        tail = small.take(1)
+        assert isinstance(tail, Taken)
+        small.hash_blocks(prompt, tail.block_ids, first_block=length - 1)
+        held += tail.block_ids
+    assert len(small._tree.names) <= POOL_NAMES_PER_BLOCK_MAX * 4, "all are held: the last ones are not shared"
+    small.unref_all(held)
+    small.check_integrity()
 
 
 def test_random_prompts_come_and_go_and_the_books_balance() -> None:

@@ -2,7 +2,7 @@
 got with everything kept."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.key_window import KeyWindow
 from headrace.engine.engine import Engine, FilledBlock
 from headrace.engine.load_model import LoadedModel, load_model
+from headrace.engine.model_runner import ModelRunner, SequenceStep
 
 from .conftest import BLOCK_TOKENS, VOCAB, Reply, admit, generate, make_byte_tokenizer
 from .test_engine import assert_equal, make_params, make_tokens
@@ -103,12 +104,26 @@ async def test_a_prompt_of_six_windows_runs_in_a_pool_of_two(
     make_window_engine: MakeEngine, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:
     """Fails if blocks that the window has passed stay with the sequence, or one that it needs is given away."""
-    engine = make_window_engine(usable_blocks=HELD_BLOCKS, chunk=512)
+    begins: list[tuple[int, int]] = []
+
+    class Watched:
+        """The runner, with each step's tables written down: where they begin, and where they might."""
+
+        def __init__(self, runner: ModelRunner) -> None:
+            self.runner = runner
+
+        def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+            window = KeyWindow(WINDOW, BLOCK_TOKENS)
+            begins.extend((step.first_block, window.first_block(step.start)) for step in steps)
+            return self.runner.run_step(steps)
+
+    engine = make_window_engine(usable_blocks=HELD_BLOCKS, chunk=512, wrap=Watched)
     for prompt, want in zip(prompts, expected, strict=True):
         reply = await generate(engine, prompt)
         assert reply.token_ids == want
         # Every full block was handed out to be stored, the passed ones too.
         assert [block.position for block in reply.filled] == list(range((len(prompt) + 11) // BLOCK_TOKENS))
+    assert all(begins_at == needed_from for begins_at, needed_from in begins)
 
 
 async def test_sequences_in_a_tight_pool_give_way_and_still_answer_as_plain_transformers(
