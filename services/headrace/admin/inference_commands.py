@@ -211,6 +211,8 @@ def result_json(result: GenerateResult) -> dict[str, Any]:
             "prompt_tokens": result.usage.prompt_tokens,
             "completion_tokens": result.usage.completion_tokens,
             "cached_tokens": {**{str(s): n for s, n in cached.by_source().items()}, "total": cached.total},
+            "drafted_tokens": result.usage.drafted_tokens,
+            "accepted_draft_tokens": result.usage.accepted_draft_tokens,
         },
         "ttft_ms": round(result.ttft_ms, 3),
         "total_ms": round(result.total_ms, 3),
@@ -228,9 +230,10 @@ def describe_result(result: GenerateResult) -> str:
     speed = (
         f" at {(usage.completion_tokens - 1) / further_s:.1f}/s" if usage.completion_tokens > 1 and further_s else ""
     )
+    drafts = f", {usage.accepted_draft_tokens:,} of {usage.drafted_tokens:,} drafted ones kept"
     return (
         f"prompt {usage.prompt_tokens:,} tokens, {cached}, first token {human_ms(result.ttft_ms)}, "
-        f"{usage.completion_tokens:,} tokens{speed}"
+        f"{usage.completion_tokens:,} tokens{speed}{drafts if usage.drafted_tokens else ''}"
     )
 
 

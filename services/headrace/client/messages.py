@@ -111,6 +111,8 @@ def _done_from_message(done: inference_pb2.Done) -> Done:
         prompt_tokens=done.usage.prompt_tokens,
         completion_tokens=done.usage.completion_tokens,
         cached=CachedTokens(device=cached.device, shared_memory=cached.shared_memory, grpc=cached.grpc),
+        drafted_tokens=done.usage.drafted_tokens,
+        accepted_draft_tokens=done.usage.accepted_draft_tokens,
     )
     return Done(
         finish_reason=done.finish_reason,

@@ -127,6 +127,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached: CachedTokens
+    drafted_tokens: int = 0  # computed as drafts (speculative decoding)
+    accepted_draft_tokens: int = 0  # of those, part of the completion
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,8 @@ def _finished(event: RunFinished, call: DecodeCall, held: HeldPrefix, worker: Wo
         prompt_tokens=len(call.request.prompt.token_ids),
         completion_tokens=event.completion_tokens,
         cached=count_cached_tokens(reused, computed_from=call.computed_from, block_tokens=block_tokens),
+        drafted_tokens=event.drafted_tokens,
+        accepted_draft_tokens=event.accepted_draft_tokens,
     )
     assert usage.cached.total < usage.prompt_tokens, "the last token is always computed"
     return Finished(reason=event.reason, usage=usage, worker_id=worker.worker_id, text=event.text, reused=reused)

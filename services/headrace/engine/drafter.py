@@ -35,6 +35,24 @@ class Draft:
     kind: int = 0
 
 
+@dataclass(slots=True)
+class DraftCheck:
+    """A draft's computed tokens against what is chosen in their places, up to the first difference."""
+
+    token_ids: tuple[int, ...] = ()
+    tested: int = 0
+    accepted: int = 0
+
+    def compare(self, chosen: int) -> bool:
+        """Whether the next place has the draft's token; False where there is none, or one before was wrong."""
+        if self.accepted < self.tested or self.tested == len(self.token_ids):
+            return False
+        right = self.token_ids[self.tested] == chosen
+        self.tested += 1
+        self.accepted += right
+        return right
+
+
 class Drafter(Protocol):
     """Proposes drafts for the sequences of one engine, in its step thread."""
 

@@ -41,6 +41,8 @@ class RunFinished:
     completion_tokens: int
     # Leading blocks of the prompt that were never computed for the run, those taken from other runs among them.
     num_reused_blocks: int = field(default=0, compare=False)  # no part of the answer
+    drafted_tokens: int = field(default=0, compare=False)  # computed for the run as drafts
+    accepted_draft_tokens: int = field(default=0, compare=False)  # of those, the ones that are in the answer
 
 
 EngineEvent = FilledBlock | TokenDelta | RunFinished

@@ -15,7 +15,7 @@ from headrace.core.key_window import KeyWindow
 from headrace.engine.admission_queue import Admission
 from headrace.engine.block_pool import Taken
 from headrace.engine.detokenize import TextStream, detokenize
-from headrace.engine.drafter import Draft, DraftWish
+from headrace.engine.drafter import Draft, DraftCheck, DraftWish
 from headrace.engine.event_stream import EventStream, FilledBlock, RunFinished
 from headrace.engine.model_runner import SequenceStep
 from headrace.engine.prefix_backup import PrefixBackup
@@ -60,6 +60,8 @@ class Run:
         self.leaves_blocks = leaves_blocks
         self.is_forgotten = False  # a prefix of it is not to be found by hash any more, nor is what it computes
         self.draft = Draft()  # what might follow the newest token, to be computed with it
+        self._check = DraftCheck()
+        self._num_drafted = self._num_accepted = 0  # tokens of drafts that were computed, and those that were right
         self.backup = backup
         self.reloading = False  # blocks are being read back: others write to them, so nobody computes or preempts it
         self._sampling = sampling
@@ -268,6 +270,12 @@ class Run:
             narrowed_from=self._hashed.narrowed_from,
         )
 
+    def check_draft(self, num_drafts: int) -> DraftCheck:
+        """So many tokens of the draft were computed: compare them with what `add_token` chooses from here on."""
+        self._check = DraftCheck(self.draft.token_ids[:num_drafts])
+        self._num_drafted += num_drafts
+        return self._check
+
     def add_token(self, logits: Logits) -> tuple[TokenDelta, RunFinished | None]:
         """Choose the next token from [vocab] logits of the last one; says whether it was the run's last.
 
@@ -277,6 +285,7 @@ class Run:
         assert params is not None
         sampled = sample_token(logits, params, index=self.num_completion)
         self._token_ids.append(sampled.token_id)
+        self._num_accepted += self._check.compare(sampled.token_id)
         at_eos = sampled.token_id in self._limits.eos_token_ids and not params.ignore_eos
         text = self._text.finish() if at_eos else detokenize(self._text, sampled.token_id)
         delta = TokenDelta(
@@ -296,12 +305,14 @@ class Run:
 
     def finished(self, reason: FinishReason | None = None, text: str = "") -> RunFinished:
         """The run's last event, as things are now."""
-        return RunFinished(reason, text, self.num_completion, num_reused_blocks=self.num_reused_blocks)
-
-    @property
-    def newest_token(self) -> int:
-        """The last token that is known."""
-        return self._token_ids[-1]
+        return RunFinished(
+            reason,
+            text,
+            self.num_completion,
+            num_reused_blocks=self.num_reused_blocks,
+            drafted_tokens=self._num_drafted,
+            accepted_draft_tokens=self._num_accepted,
+        )
 
     @property
     def num_completion(self) -> int:

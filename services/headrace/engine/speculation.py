@@ -16,7 +16,7 @@ from headrace.core.clock import Clock
 from headrace.core.draft_limits import DRAFT_RETRY_STEPS, DRAFT_RETRY_TOKENS
 from headrace.core.speculation_stats import SpeculationStats
 from headrace.engine.choose_draft_lengths import DraftCandidate, DraftPrices, choose_draft_lengths
-from headrace.engine.drafter import Draft, Drafter, DraftWish
+from headrace.engine.drafter import Draft, DraftCheck, Drafter, DraftWish
 from headrace.engine.run import Run
 from headrace.engine.step_times import StepTimes
 
@@ -88,19 +88,18 @@ class Speculation:
         for run in decoding:
             run.draft = drafts.get(run.key, run.draft)
 
-    def settle(self, run: Run, *, drafted: int, tested: int, accepted: int) -> None:
-        """Of the run's draft so many tokens were computed, so many of those compared with what was chosen, and so many
-        of those right. The run may have ended meanwhile."""
-        assert 0 <= accepted <= tested <= drafted
+    def settle(self, run: Run, check: DraftCheck) -> None:
+        """What became of the run's draft. The run may have ended meanwhile."""
+        assert check.accepted <= check.tested <= len(check.token_ids)
         own = self._runs.get(run.key)
         for by_kind, memory in ((self._by_kind, ENGINE_MEMORY), (own.by_kind if own else {}, RUN_MEMORY)):
-            by_kind.setdefault(run.draft.kind, _Tally()).add(right=accepted, tested=tested, memory=memory)
+            by_kind.setdefault(run.draft.kind, _Tally()).add(right=check.accepted, tested=check.tested, memory=memory)
         stats = self.stats
         self.stats = replace(
             stats,
-            drafted_tokens=stats.drafted_tokens + drafted,
-            accepted_tokens=stats.accepted_tokens + accepted,
-            gain_s=stats.gain_s + accepted * self._prices.token_s,
+            drafted_tokens=stats.drafted_tokens + len(check.token_ids),
+            accepted_tokens=stats.accepted_tokens + check.accepted,
+            gain_s=stats.gain_s + check.accepted * self._prices.token_s,
         )
 
     def count_rows(self, padded_rows: int) -> None:

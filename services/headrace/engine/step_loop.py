@@ -328,21 +328,16 @@ class StepLoop:
         the right tokens. Whatever lies behind the first wrong one was never part of the sequence: its KV is written
         over, since the run's computed positions end before it. logits: num_logits rows of [vocab].
         """
-        draft, known = run.draft.token_ids[: rows.num_drafts], rows.stop - rows.num_drafts
-        accepted = tested = 0
-        self._share_blocks(run, run.computed(known))
-        self._add_token(run, logits[0] if rows.num_logits else None)
-        while accepted < len(draft) and run.key in self._runs:
-            tested += 1
-            if run.newest_token != draft[accepted]:
+        known, check = rows.stop - rows.num_drafts, run.check_draft(rows.num_drafts)
+        for place in range(rows.num_drafts + 1):
+            self._share_blocks(run, run.computed(known + place))
+            self._add_token(run, logits[place] if rows.num_logits else None)
+            if check.accepted == place or run.key not in self._runs:
                 break
-            accepted += 1
-            self._turns.generated(run.admission.claim)
-            self._share_blocks(run, run.computed(known + accepted))
-            self._add_token(run, logits[accepted])
+            self._turns.generated(run.admission.claim)  # the next one comes beside that of the step
         self._pool.unref_all(run.pass_window(self._limits.window))
-        if draft and self._speculation is not None:
-            self._speculation.settle(run, drafted=len(draft), tested=tested, accepted=accepted)
+        if check.token_ids and self._speculation is not None:
+            self._speculation.settle(run, check)
 
     def _add_token(self, run: Run, logits: Logits | None) -> None:
         """Choose and send the next token, if one is due, and end the run if it was the last thing wanted."""

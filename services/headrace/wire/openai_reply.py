@@ -93,16 +93,23 @@ def render_usage_chunk(head: ReplyHead, usage: Usage, workers: Json) -> Json:
 
 
 def render_usage(usage: Usage) -> Json:
-    """Token counts; `cached_tokens` is exact, and `headrace` splits it by source."""
+    """Token counts; `cached_tokens` is exact, and `headrace` splits it by source. Drafts, where there were any, are
+    what OpenAI's API calls predictions; unlike there, nobody pays for rejected ones as output."""
     by_source = {source.value: tokens for source, tokens in usage.cached.by_source().items()}
     assert sum(by_source.values()) == usage.cached.total
-    return {
+    rendered: Json = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached.total},
         "headrace": {"cached_tokens": by_source},
     }
+    if usage.drafted_tokens:
+        rendered["completion_tokens_details"] = {
+            "accepted_prediction_tokens": usage.accepted_draft_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_draft_tokens,
+        }
+    return rendered
 
 
 def render_workers(decode: Sequence[WorkerId], prefill: WorkerId | None) -> Json:
@@ -116,6 +123,8 @@ def join_usage(usages: Sequence[Usage]) -> Usage:
         prompt_tokens=usages[0].prompt_tokens,
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached=usages[0].cached,
+        drafted_tokens=sum(usage.drafted_tokens for usage in usages),
+        accepted_draft_tokens=sum(usage.accepted_draft_tokens for usage in usages),
     )
 
 
@@ -126,6 +135,8 @@ def add_usage(usages: Sequence[Usage]) -> Usage:
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached=CachedTokens(**{source.value: sum(row[source] for row in by_source) for source in CacheSource}),
+        drafted_tokens=sum(usage.drafted_tokens for usage in usages),
+        accepted_draft_tokens=sum(usage.accepted_draft_tokens for usage in usages),
     )
 
 

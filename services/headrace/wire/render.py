@@ -53,6 +53,8 @@ def render_usage(usage: Usage) -> inference_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=inference_pb2.CachedTokens(**cached),
+        drafted_tokens=usage.drafted_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
     )
 
 

@@ -134,6 +134,18 @@ async def test_right_drafts_spare_steps(make_engine: MakeEngine) -> None:
     assert engine.steps.num_steps <= 12, "the prompt, and drafts that grow as they are found right"
 
 
+async def test_each_answer_says_how_many_of_its_tokens_were_drafted(make_engine: MakeEngine) -> None:
+    """Two at once. Fails when one is told the other's, or the engine's own count is another."""
+    prompts = [make_tokens(5, seed=1), make_tokens(6, seed=2)]
+    got, _, engine = await both(make_engine, Prophet(wrong_every=10_000), prompts, make_params(24))
+    finished = [reply.finished for reply in got]
+    assert all(0 < each.accepted_draft_tokens <= each.drafted_tokens for each in finished)
+    assert all(each.accepted_draft_tokens < each.completion_tokens for each in finished), "the first is no draft"
+    stats = engine.speculation()
+    assert sum(each.drafted_tokens for each in finished) == stats.drafted_tokens
+    assert sum(each.accepted_draft_tokens for each in finished) == stats.accepted_tokens == stats.drafted_tokens
+
+
 async def test_wrong_drafts_are_given_up_and_tried_again_now_and_then(make_engine: MakeEngine) -> None:
     drafter = Liar()
     got, want, engine = await both(make_engine, drafter, [make_tokens(5, seed=1)], make_params(150))

@@ -1,5 +1,7 @@
 """Replies in OpenAI's shape: usage that adds up, log-probabilities of the right token."""
 
+from dataclasses import replace
+
 from headrace.core.generation import CachedTokens, RequestId, TokenDelta, TokenLogprob, Usage
 from headrace.wire.openai_reply import (
     ReplyHead,
@@ -26,6 +28,17 @@ def test_choices_count_their_prompt_once_and_prompts_each_count():
     """Fails when n choices multiply the prompt, or several prompts are taken for one."""
     assert join_usage([ONE, TWO]) == Usage(10, 8, ONE.cached)
     assert add_usage([ONE, TWO]) == Usage(20, 8, CachedTokens(device=4, shared_memory=8, grpc=2))
+
+
+def test_drafts_are_told_as_predictions_and_only_where_there_were_any():
+    """Fails when an answer without drafts has the field, or several choices' drafts do not add up."""
+    drafted = replace(ONE, drafted_tokens=9, accepted_draft_tokens=4)
+    assert "completion_tokens_details" not in render_usage(ONE)
+    for join in (join_usage, add_usage):
+        assert render_usage(join([drafted, TWO, drafted]))["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 8,
+            "rejected_prediction_tokens": 10,
+        }
 
 
 def test_a_tokens_log_probability_names_the_token_itself():
