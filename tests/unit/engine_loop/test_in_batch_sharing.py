@@ -29,10 +29,13 @@ class CountingRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.gate = threading.Event()
+        self.hold_after = -1  # so many steps, wait once more
         self.prompt_rows = 0  # rows of steps that had more than one of their sequence
         self.steps: list[tuple[int, ...]] = []  # rows of each sequence of each step
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        if len(self.steps) == self.hold_after:
+            self.gate.clear()
         assert self.gate.wait(20)
         rows = tuple(len(step.token_ids) for step in steps)
         self.steps.append(rows)
@@ -142,6 +145,25 @@ async def test_requests_that_may_not_reuse_compute_their_prompts_and_others_may_
     replies = await together(engine, [prompt] * 3, use_device=False)
     assert [reply.finished.num_reused_blocks for reply in replies] == [0, 0, 0]
     assert counting(engine).prompt_rows == 3 * len(prompt)
+
+
+async def test_who_has_computed_a_part_itself_takes_nothing_behind_it(make_engine: MakeEngine) -> None:
+    """A shorter prompt that may not reuse overtakes a longer one with the same beginning. Fails if the longer one takes
+    blocks that it does not lack at its beginning: usage could not say so."""
+    prompt = make_tokens(36 * BLOCK_TOKENS, seed=9)
+    short = prompt[: 18 * BLOCK_TOKENS + 1]
+    engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner, usable_blocks=64)
+    counting(engine).hold_after = 4
+    counting(engine).gate.set()
+    first = asyncio.ensure_future(generate(engine, prompt, use_device=True, sampling=PARAMS))
+    await until(lambda: len(counting(engine).steps) == 4)
+    overtaking = asyncio.ensure_future(generate(engine, short, sampling=PARAMS))
+    await until(lambda: engine.load().running + engine.load().waiting == 2)
+    counting(engine).gate.set()
+    second = await overtaking
+    assert not first.done(), "the short one was to overtake it"
+    assert (await first).finished.num_reused_blocks == second.finished.num_reused_blocks == 0
+    assert counting(engine).prompt_rows == len(prompt) + len(short) - 1  # the short one's last row is a single one
 
 
 async def test_a_run_that_leaves_no_blocks_leads_nobody(make_engine: MakeEngine) -> None:

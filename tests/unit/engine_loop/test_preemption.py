@@ -140,6 +140,27 @@ async def test_blocks_under_reload_stay_their_runs_until_nobody_writes_to_them(m
     await until(lambda: engine.pool.available_blocks == 16)
 
 
+async def test_who_is_read_back_slowly_stops_nobody_and_keeps_its_blocks(make_engine: MakeEngine) -> None:
+    """The others and new ones go on, give way to each other and end, while one reload hangs. Fails if its run is sent
+    away again: its blocks would be written to when they are somebody else's."""
+    engine = make_hashed_engine(make_engine, num_blocks=20)
+    backups = [CopyingBackup(engine) for _ in PROMPTS]
+    asks = [
+        asyncio.ensure_future(answer(engine, p, max_tokens=40, backup=b)) for p, b in zip(PROMPTS, backups, strict=True)
+    ]
+    slow = backups[-1]  # the newest: of those that cost the same it gives way first
+    slow.gate.clear()
+    await until(slow.reloading.is_set)
+    num_preemptions = engine.steps.num_preemptions
+    new = [make_tokens(20, seed=50 + number) for number in range(4)]
+    others = await asyncio.gather(*asks[:-1], *(answer(engine, prompt, max_tokens=40) for prompt in new))
+    assert engine.steps.num_preemptions > num_preemptions, "nobody had to give way meanwhile"
+    assert not asks[-1].done()
+    slow.gate.set()
+    for prompt, (tokens, _) in zip([*PROMPTS[:-1], *new, PROMPTS[-1]], [*others, await asks[-1]], strict=True):
+        assert tokens == expected_answer(prompt, 40)
+
+
 async def test_an_engine_that_stops_ends_its_reloads_and_holds_nothing(make_engine: MakeEngine) -> None:
     """That nothing is held is asserted by the fixture."""
     engine = make_hashed_engine(make_engine, num_blocks=16)

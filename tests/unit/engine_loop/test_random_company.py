@@ -48,7 +48,7 @@ def make_ask(rng: random.Random, engine: Engine, heads: list[list[int]], *, kind
     return Ask(
         prompt=prompt,
         max_tokens=rng.choice((0, 1, 3, 12, 25)) if not plain else rng.choice((1, 4)),
-        use_device=plain or rng.random() < 0.8,
+        use_device=rng.random() < 0.8,
         leaves_blocks=plain or rng.random() < 0.85,
         backup=backup,
         comes_after_s=rng.choice((0.0, 0.0, rng.uniform(0, 0.02))),
