@@ -11,16 +11,16 @@ from headrace.admin.system_commands import load_function
 from headrace.admin.terminal import json_option, print_json, print_table, say
 from headrace.config import load_config
 
-# Name of the experiment -> what it shows. The function is headrace.learn.show_<name>:show_<name>.
+# Function of the experiment, in a module of its name -> what it shows.
 EXPERIMENTS = {
-    "validity": "Why what was computed for a token may be kept.",
-    "memory": "The bytes of KV by the formula, and as they are.",
-    "positions": "Why the same words elsewhere have other keys.",
-    "paging": "Preallocated, grown and paged KV: what each wastes.",
-    "windows": "Layers that see only so far, and what a sequence then holds.",
-    "codecs": "KV in half the bytes, and what that does to the next tokens.",
-    "sharing": "What a common beginning saves.",
-    "batching": "What decoding together buys, and what it costs in memory.",
+    "show_validity": "Why what was computed for a token may be kept.",
+    "show_memory": "The bytes of KV by the formula, and as they are.",
+    "show_positions": "Why the same words elsewhere have other keys.",
+    "show_paging": "Preallocated, grown and paged KV: what each wastes.",
+    "show_windows": "Layers that see only so far, and what a sequence then holds.",
+    "show_codecs": "KV in half the bytes, and what that does to the next tokens.",
+    "show_sharing": "What a common beginning saves.",
+    "show_batching": "What decoding together buys, and what it costs in memory.",
 }
 
 
@@ -33,13 +33,15 @@ def learn() -> None:
     """
 
 
-def _command(name: str, help_line: str) -> Callable[..., None]:
+def _command(function: str, help_line: str) -> Callable[..., None]:
+    name = function.removeprefix("show_")
+
     @learn.command(name, short_help=help_line, help=f"{help_line}\n\n\b\nExample:\n  headrace learn {name}")
     @setting_options("model", "engine")
     @json_option
     def run(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        show = load_function(f"headrace.learn.show_{name}:show_{name}", command="learn", extra="all")
+        show = load_function(f"headrace.learn.{function}:{function}", command="learn", extra="all")
         _print(show(load_config(flags, config_file=config_file), report=say), as_json=as_json)
 
     return run
@@ -57,5 +59,5 @@ def _print(lesson: Any, *, as_json: bool) -> None:
     click.echo(lesson.conclusion)
 
 
-for _name, _help_line in EXPERIMENTS.items():
-    _command(_name, _help_line)
+for _function, _help_line in EXPERIMENTS.items():
+    _command(_function, _help_line)

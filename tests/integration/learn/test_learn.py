@@ -90,7 +90,7 @@ def test_batches_change_no_answer(model: Path):
     assert facts["same_answers"]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [function.removeprefix("show_") for function in EXPERIMENTS])
 def test_the_experiments_print_tables_and_what_they_show(name: str, model: Path):
     lines = learn(name, model).splitlines()
     assert len(lines) > 5
