@@ -256,7 +256,7 @@ async def test_one_failed_choice_ends_the_others(model_path):
     """Fails when the streams of the other choices stay open after an error."""
     async with tiny_gateway(*DECODERS, model_path=model_path) as gateway:
         gateway.worker("d0").fails, gateway.worker("d0").fails_after = WorkerUnavailable("d0", "died"), 1
-        gateway.worker("d0").token_seconds, gateway.worker("d1").token_seconds = 0.05, 1.0
+        gateway.worker("d0").token_seconds, gateway.worker("d1").token_seconds = 0.3, 2.0
         with pytest.raises(WorkerUnavailable):
             await collect(gateway, ask(choices=4))
         assert gateway.worker("d1").calls, "the other worker must have been at work"
