@@ -113,10 +113,10 @@ def encode_rows(rows: torch.Tensor, *, codec: str) -> tuple[torch.Tensor, torch.
     return codes, amax
 
 
-def decode_rows(codes: torch.Tensor, amax: torch.Tensor, *, codec: str) -> torch.Tensor:
-    """The rows that these codes `[..., head_dim]` and scales `[...]` stand for, in the scales' dtype."""
+def decode_rows(codes: torch.Tensor, amax: torch.Tensor, out: torch.Tensor, *, codec: str) -> torch.Tensor:
+    """`out`, filled with the rows that these codes `[..., head_dim]` and scales `[...]` stand for."""
     work = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    return read_codes(codes, amax.unsqueeze(-1), work, int8=is_int8(codec)).to(amax.dtype)
+    return out.copy_(read_codes(codes, amax.unsqueeze(-1), work, int8=is_int8(codec)))
 
 
 def is_int8(codec: str) -> bool:
@@ -159,6 +159,9 @@ def write_codes(numbers: torch.Tensor, amax: torch.Tensor, codes: torch.Tensor, 
 
 def read_codes(codes: torch.Tensor, amax: torch.Tensor, numbers: torch.Tensor, *, int8: bool) -> torch.Tensor:
     """`numbers` (float32), filled with what the codes stand for. The largest code gives amax itself, in every dtype."""
+    if int8 and amax.dtype != torch.float32:
+        # One pass over the numbers less. What float32 rounds otherwise then, amax's own dtype rounds away for amax.
+        return numbers.copy_(codes.view(torch.int8)).mul_(amax.float().mul_(1 / _INT8_MAX))
     if int8:
         numbers.copy_(codes.view(torch.int8)).mul_(1 / _INT8_MAX)
     else:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
-from headrace.blocks.kv_codecs import TORCH_DTYPES, decode_rows, encode_rows
+from headrace.blocks.kv_codecs import STEP_NUMBERS, TORCH_DTYPES, decode_rows, encode_rows
 from headrace.core.block import KvCodec, KvLayout
 
 
@@ -89,10 +89,13 @@ class PagedKV:
         if self._is_raw:
             torch.index_select(codes, 0, rows, out=out)
             return
-        head_dim = self.layout.head_dim
-        scales = self._scales[layer].view(-1, self.layout.block_tokens).index_select(0, rows)
-        decoded = decode_rows(codes.index_select(0, rows).unflatten(1, (-1, head_dim)), scales, codec=self.layout.codec)
-        out.copy_(decoded.flatten(1))
+        # In pieces that stay in a core's cache: in one, four passes over memory would be most of a decode step.
+        scales, head_dim = self._scales[layer].view(-1, self.layout.block_tokens), self.layout.head_dim
+        rows_at_once = max(1, STEP_NUMBERS // out.shape[1])
+        for piece, target in zip(rows.split(rows_at_once), out.split(rows_at_once), strict=True):
+            some = codes.index_select(0, piece).unflatten(1, (-1, head_dim))
+            rows_out = target.unflatten(1, (-1, head_dim))
+            decode_rows(some, scales.index_select(0, piece), rows_out, codec=self.layout.codec)
 
     def block(self, block_id: int) -> torch.Tensor:
         """One block's numbers in place, `layout.shape`, strided; for those who own it. Of a raw pool only."""

@@ -54,6 +54,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
+def rows_back(codes: torch.Tensor, amax: torch.Tensor, codec: str) -> torch.Tensor:
+    return decode_rows(codes, amax, torch.empty(codes.shape, dtype=amax.dtype), codec=codec)
+
+
 @st.composite
 def finite_blocks(draw, dtype: str):
     """Any finite bits at all: zeros of both signs, subnormals, the largest; often of one order of magnitude."""
@@ -91,7 +95,7 @@ def test_every_number_under_a_small_scale_is_coded_alike_for_ever(dtype, codec):
     for largest in range(1, 600):
         numbers = torch.arange(largest + 1, dtype=torch.int16).view(TORCH_DTYPES[dtype])
         codes, amax = encode_rows(numbers, codec=codec)
-        again, amax_again = encode_rows(decode_rows(codes, amax, codec=codec), codec=codec)
+        again, amax_again = encode_rows(rows_back(codes, amax, codec), codec=codec)
         assert torch.equal(again, codes), largest
         assert same_bits(amax, amax_again), largest
 
@@ -143,7 +147,7 @@ def test_a_row_that_is_not_finite_is_not_finite_when_it_is_read_and_harms_no_oth
     for codec in ("int8_token", "fp8_token"):
         codes, amax = encode_rows(rows, codec=codec)
         assert not is_finite(amax)
-        read = decode_rows(codes, amax, codec=codec)
+        read = rows_back(codes, amax, codec)
         assert not read[3].isfinite().all()
         assert read[4:].isfinite().all()
         assert (read[4:] - rows[4:]).abs().max() < 0.3
@@ -153,7 +157,7 @@ def test_zeros_come_back_as_zeros_and_the_tiniest_numbers_too():
     for dtype, floor in (("bfloat16", 2.0**-100), ("float32", 2.0**-100), ("float16", 2.0**-24)):
         numbers = torch.tensor([[0.0, 0.0], [floor / 2, -floor / 3], [floor, -floor]]).to(TORCH_DTYPES[dtype])
         for codec in ("int8_token", "fp8_token"):
-            read = decode_rows(*encode_rows(numbers, codec=codec), codec=codec)
+            read = rows_back(*encode_rows(numbers, codec=codec), codec)
             assert not read[:2].any()
             assert torch.equal(read[2], numbers[2])
 
