@@ -53,7 +53,13 @@ def _load_draft_model(
     try:
         draft = load_model(
             replace(model, model=engine.speculation, exact=False),
-            replace(engine, pool_tokens=blocks * engine.block_tokens, context_tokens_max=0, store_codec="raw"),
+            replace(
+                engine,
+                pool_tokens=blocks * engine.block_tokens,
+                context_tokens_max=0,
+                store_codec="raw",
+                pool_codec="raw",
+            ),
             trust_group="",
             hash_algorithm=target.namespace.hash_algorithm,
             report=lambda line: report(f"draft model: {line}"),
