@@ -85,6 +85,10 @@ def measure_engine(config: Config, *, report: Report, extent: Extent = FULL, pee
     for context in (context for context in extent.contexts if context <= limit):
         _fill(model, context, max(extent.batches), chunk)
         works += [_decode(model, plain, batch, context, extent.steps) for batch in extent.batches]
+    vllm = VllmFigures("", {})
+    if peer_python:  # first, so that a peer that fails costs no measurement
+        wanted = [(work.what, work.batch, work.context) for work in works]
+        vllm = run_vllm(peer_python, model.path, wanted, dtype=model.kv.layout.dtype, threads=threads, report=report)
     context_to_again_s: dict[int, list[float]] = {}
     for number in range(extent.rounds):
         for work in works:
@@ -96,10 +100,6 @@ def measure_engine(config: Config, *, report: Report, extent: Extent = FULL, pee
     report("measuring how fast memory is read")
     read_bytes_per_s = max(_read_rates(device, threads))
     weight_bytes = model_work(model).step_bytes
-    vllm = VllmFigures("", {})
-    if peer_python:
-        wanted = [(work.what, work.batch, work.context) for work in works]
-        vllm = run_vllm(peer_python, model.path, wanted, dtype=model.kv.layout.dtype, threads=threads, report=report)
     return EngineReport(
         model=model.name,
         dtype=model.kv.layout.dtype,

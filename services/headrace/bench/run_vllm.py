@@ -5,8 +5,10 @@ Owns the script that runs there and what it prints. That script imports nothing 
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,21 +89,38 @@ def run_vllm(
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads]),
     }
     report("vLLM: loading")
-    try:
-        done = subprocess.run(
-            [python, "-c", SCRIPT, json.dumps(asked)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PEER_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise InvalidRequest(f"{python} did not run vLLM: {error}", param="peer_python") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise InvalidRequest(f"vLLM failed in {python}: {last}", param="peer_python")
-    lines = [line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("VERSION ", "FIGURE "))]
+    output = _run([python, "-c", SCRIPT, json.dumps(asked)], environment)
+    lines = [line.split(" ", 1) for line in output.splitlines() if line.startswith(("VERSION ", "FIGURE "))]
     found = [json.loads(rest) for kind, rest in lines if kind == "FIGURE"]
     version = next((rest for kind, rest in lines if kind == "VERSION"), "")
     return VllmFigures(version, {(what, batch, context): value for what, batch, context, value in found})
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> str:
+    """What the command prints. It leads a group of its own: vLLM's engine is a child that would outlive it."""
+    python = command[0]
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InvalidRequest(f"{python} did not run vLLM: {error}", param="peer_python") from error
+    try:
+        output, errors = process.communicate(timeout=PEER_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise InvalidRequest(
+            f"vLLM was not done within {PEER_TIMEOUT_S:.0f} s in {python}", param="peer_python"
+        ) from error
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+        raise InvalidRequest(f"vLLM failed in {python}: {last}", param="peer_python")
+    return output

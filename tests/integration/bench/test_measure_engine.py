@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,4 +67,7 @@ def test_a_peer_is_asked_for_the_same_work_and_one_that_fails_says_with_which_wo
     assert report.vllm == "1.2"
     assert report.tables()[0][1][-2:] == ["vllm", "times"]
     with pytest.raises(InvalidRequest, match="did not run vLLM"):
-        measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(Path(os.devnull)))
+        measure_engine(config, report=lambda _: None, extent=tiny, peer_python=os.devnull)
+    peer.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 1\n", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="no module named vllm"):
+        measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(peer))
