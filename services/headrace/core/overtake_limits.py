@@ -7,12 +7,12 @@ OVERTAKE_WATCH_MS = 20
 OVERTAKE_LOOK_MS = 1
 
 # A round trip, from the wish to the first block, is the longest of the last ROUND_TRIPS_KEPT on that way: of equal
-# chances, one healthy load in 33 takes longer. Never less than a wake-up takes on a busy host (MIN); and as long as one
-# takes where all processes wait for a core (MAX) while fewer than ROUND_TRIPS_KNOWN were measured, since the first ones
-# open connections.
+# chances, one healthy load in 33 takes longer. Never less than processes of a host with busy cores may wait for their
+# turn (MIN: some time slices), or quick ways would be left for nothing; and as long as they do where all of them wait
+# (MAX) while fewer than ROUND_TRIPS_KNOWN were measured, since the first ones open connections.
 ROUND_TRIPS_KEPT = 32
 ROUND_TRIPS_KNOWN = 8
-OVERTAKE_ROUND_TRIP_MIN_MS = 5
+OVERTAKE_ROUND_TRIP_MIN_MS = 20
 OVERTAKE_ROUND_TRIP_MAX_MS = 250
 
 # From this many times what was predicted on, a load is late, and must be faster than computing from there.

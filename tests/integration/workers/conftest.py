@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.blocks.host_arena import host_id
 from headrace.config import EngineSettings, ModelSettings, StoreSettings
-from headrace.core.block import HashAlgorithm, hash_prompt
+from headrace.core.block import CacheSource, HashAlgorithm, hash_prompt
 from headrace.core.clock import SystemClock
 from headrace.core.errors import CacheFault
 from headrace.core.generation import (
@@ -30,6 +30,7 @@ from headrace.core.generation import (
     WorkerId,
 )
 from headrace.core.members import StoreNodeRecord, WorkerRole
+from headrace.core.overtake_limits import OVERTAKE_ROUND_TRIP_MAX_MS
 from headrace.core.ports import Membership
 from headrace.decode.decode_tokens import decode_tokens
 from headrace.engine.drafter import Drafter
@@ -233,6 +234,10 @@ async def make_worker(
             clock=CLOCK,
             report_fault=faults.append,
         )
+        # So small a model computes a prompt in less time than a busy machine makes a load wait for its turn; what is
+        # loaded here must not depend on that. `test_slow_source.py` tells what overtakes what.
+        for via in (CacheSource.SHARED_MEMORY, CacheSource.GRPC):
+            worker._timed_nodes.times.add_round_trip(("node-1", via), OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
         await worker.start()
         tested = TestWorker(worker)
         tested.faults = faults
