@@ -91,7 +91,7 @@ def test_a_wait_that_was_given_up_counts_until_a_block_comes():
         times.add_given_up(FAR, 0.001)
     assert times.round_trip_s([FAR]) == 0.02
     times.add_given_up(FAR, 0.05)
-    assert times.round_trip_s([FAR]) == 0.05
+    assert 0.05 < times.round_trip_s([FAR]) < 0.06
     times.add_given_up(FAR, 10.0)
     assert times.round_trip_s([FAR]) == LONGEST_S
     times.add_round_trip(FAR, 0.03)

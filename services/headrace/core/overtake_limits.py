@@ -6,6 +6,9 @@ OVERTAKE_SHARE = 0.05
 OVERTAKE_WATCH_MS = 20
 OVERTAKE_LOOK_MS = 1
 
+# What it takes to end a load and begin the step: so much earlier it is ended.
+OVERTAKE_END_MS = 3
+
 # A round trip, from the wish to the first block, is the longest of the last ROUND_TRIPS_KEPT on that way: of equal
 # chances, one healthy load in 33 takes longer. Never less than processes of a host with busy cores may wait for their
 # turn (MIN: some time slices), or quick ways would be left for nothing; and as long as they do where all of them wait

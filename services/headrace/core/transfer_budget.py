@@ -14,7 +14,12 @@ can know sooner that nothing comes. Pure; the time comes in.
 import math
 from dataclasses import dataclass
 
-from headrace.core.overtake_limits import OVERTAKE_LATE_FACTOR, OVERTAKE_ROUND_TRIP_MAX_MS, OVERTAKE_SHARE
+from headrace.core.overtake_limits import (
+    OVERTAKE_END_MS,
+    OVERTAKE_LATE_FACTOR,
+    OVERTAKE_ROUND_TRIP_MAX_MS,
+    OVERTAKE_SHARE,
+)
 from headrace.core.step_costs import PrefillCost
 
 
@@ -33,7 +38,8 @@ class TransferBudget:
         """How long the load may still go on if nothing more arrives; below 0: the rest had to be computed before."""
         cold_s = self._compute_s(self.first_token, self.prompt_tokens)
         rest_s = self._compute_s(self.first_token + loaded_tokens, self.prompt_tokens)
-        return (1 + OVERTAKE_SHARE) * cold_s + self.round_trip_s - rest_s - seconds
+        end_s = seconds + OVERTAKE_END_MS / 1000 + rest_s
+        return (1 + OVERTAKE_SHARE) * cold_s + self.round_trip_s - end_s
 
     def is_over(self, *, seconds: float, loaded_tokens: int, arrived_tokens: int) -> bool:
         """Whether to compute the rest, when so many tokens from `first_token` on are there after so many seconds.

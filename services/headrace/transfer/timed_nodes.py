@@ -18,6 +18,7 @@ from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_SHARED_MEMORY, LinkFit
 from headrace.core.limits import WORKER_LINKS_MAX
 from headrace.core.members import MeasuredLink
 from headrace.core.overtake_limits import (
+    OVERTAKE_END_MS,
     OVERTAKE_ROUND_TRIP_MAX_MS,
     OVERTAKE_ROUND_TRIP_MIN_MS,
     ROUND_TRIPS_KEPT,
@@ -58,7 +59,7 @@ class LinkTimes:
     def add_given_up(self, way: Way, seconds: float) -> None:
         """Nobody waits for the first block any more, after so long: it would have taken longer."""
         link = self._link(way)
-        link.silent_s = max(link.silent_s, seconds)
+        link.silent_s = max(link.silent_s, seconds + OVERTAKE_END_MS / 1000)
 
     def round_trip_s(self, ways: Iterable[Way]) -> float:
         """How long the slowest of these may take for its first block: as long as any lately took, within limits."""
