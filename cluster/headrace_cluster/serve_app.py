@@ -5,6 +5,7 @@ config file names as its `import_path`.
 """
 
 import math
+import os
 from typing import Any
 
 import ray
@@ -49,16 +50,20 @@ CALLS_BEYOND_QUEUE = 64
 # and a prefill worker must fit on a machine of two cores.
 REPLICA_CPUS = 0.1
 
+# Settings that hold a password may come from the environment of the Ray nodes instead of the arguments: Ray's dashboard
+# shows a Serve config to whoever may open it.
+SECRET_VARIABLES = ("HEADRACE_REDIS_URL",)
+
 # For torch in workers: threads that wait must not spin, since several workers share the cores.
 TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def serve_app(args: dict[str, Any]) -> Application:
-    """The application for these settings (`config.py`'s names); `redis_url` is required here.
+    """The application for these settings (`config.py`'s names); `redis_url` is required here, or in the environment.
 
     Raises ConfigInvalid naming the key.
     """
-    config = load_config(args, environ={})
+    config = load_config(args, environ={name: os.environ[name] for name in SECRET_VARIABLES if name in os.environ})
     settings = config_to_flat(config)
     options = worker_options(config)
     decode_role = WorkerRole.DECODE if config.cluster.prefill_workers else WorkerRole.BOTH

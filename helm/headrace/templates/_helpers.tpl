@@ -1,0 +1,118 @@
+{{- define "headrace.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What pods are selected by: it must never change. */}}
+{{- define "headrace.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "headrace.labels" -}}
+{{ include "headrace.selector" . }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "headrace.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{- define "headrace.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ default (include "headrace.fullname" .) .Values.serviceAccount.name }}
+{{- else -}}
+{{ default "default" .Values.serviceAccount.name }}
+{{- end -}}
+{{- end -}}
+
+{{/* "true" where Ray's autoscaler is needed: some number of workers follows the load, in pods that come and go. */}}
+{{- define "headrace.autoscaling" -}}
+{{- $s := .Values.settings -}}
+{{- if and (not .Values.head.runsWork) (or (gt (int $s.prefill_workers_max) (int $s.prefill_workers)) (gt (int $s.decode_workers_max) (int $s.decode_workers))) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* The pods that gateways run in: a component's name. */}}
+{{- define "headrace.gatewayComponent" -}}
+{{ ternary "head" "gateway" .Values.head.runsWork }}
+{{- end -}}
+
+{{/* MiB of a quantity in Mi, Gi or Ti; 0 for one in other units, which is then not compared. */}}
+{{- define "headrace.mebibytes" -}}
+{{- $text := toString . -}}
+{{- if hasSuffix "Ti" $text -}}{{ mulf (trimSuffix "Ti" $text | float64) 1048576 | int64 }}
+{{- else if hasSuffix "Gi" $text -}}{{ mulf (trimSuffix "Gi" $text | float64) 1024 | int64 }}
+{{- else if hasSuffix "Mi" $text -}}{{ trimSuffix "Mi" $text | float64 | int64 }}
+{{- else -}}0
+{{- end -}}
+{{- end -}}
+
+{{- define "headrace.redisHost" -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+{{ include "headrace.fullname" . }}-redis
+{{- else -}}
+{{ required "redis.external.host is needed with redis.mode external" .Values.redis.external.host }}
+{{- end -}}
+{{- end -}}
+
+{{- define "headrace.redisPort" -}}
+{{ ternary 6379 (int .Values.redis.external.port) (eq .Values.redis.mode "bundled") }}
+{{- end -}}
+
+{{- define "headrace.redisTls" -}}
+{{- if and (eq .Values.redis.mode "external") .Values.redis.external.tls -}}true{{- end -}}
+{{- end -}}
+
+{{/* The URL without the password, which Kubernetes puts in from the environment when a container starts. */}}
+{{- define "headrace.redisUrl" -}}
+{{- $redis := .Values.redis -}}
+{{- $scheme := ternary "rediss" "redis" (eq (include "headrace.redisTls" .) "true") -}}
+{{- $user := ternary $redis.external.username "" (eq $redis.mode "external") -}}
+{{- $who := "" -}}
+{{- if $redis.passwordSecret.name -}}
+{{- $who = printf "%s:$(HEADRACE_REDIS_PASSWORD)@" $user -}}
+{{- end -}}
+{{- $query := "" -}}
+{{- if and (include "headrace.redisTls" .) $redis.external.caSecret.name -}}
+{{- $query = printf "?ssl_ca_certs=/etc/headrace/redis-ca/%s" $redis.external.caSecret.key -}}
+{{- end -}}
+{{- printf "%s://%s%s:%s/%d%s" $scheme $who (include "headrace.redisHost" .) (include "headrace.redisPort" .) (int $redis.database) $query -}}
+{{- end -}}
+
+{{/* Refuses values that cannot work together, with what to change. */}}
+{{- define "headrace.check" -}}
+{{- $s := .Values.settings -}}
+{{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.passwordSecret.name) -}}
+{{- fail "redis.passwordSecret.name is needed with the bundled Redis: it is never open" -}}
+{{- end -}}
+{{- if and .Values.redis.external.username (not .Values.redis.passwordSecret.name) -}}
+{{- fail "redis.passwordSecret.name is needed with redis.external.username" -}}
+{{- end -}}
+{{- if and .Values.tenants.secretName (ne (toString $s.hash_algorithm) "sha256") -}}
+{{- fail "settings.hash_algorithm must be sha256 with tenants.secretName: tenants might construct collisions" -}}
+{{- end -}}
+{{- if and .Values.tenants.secretName (not .Values.tenants.adminKeySecret.name) -}}
+{{- fail "tenants.adminKeySecret.name is needed with tenants.secretName: pods drain their store nodes by it" -}}
+{{- end -}}
+{{- if and .Values.tenants.secretName .Values.monitoring.serviceMonitor.enabled (not .Values.monitoring.serviceMonitor.apiKeySecret) -}}
+{{- fail "monitoring.serviceMonitor.apiKeySecret is needed with tenants.secretName: /metrics is for admins" -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs is needed with httpRoute.enabled" -}}
+{{- end -}}
+{{- end -}}

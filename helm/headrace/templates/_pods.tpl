@@ -1,0 +1,297 @@
+{{/* MiB of /dev/shm in a pod; an arena is in pods with workers only. Call with dict root, withArena, pods. */}}
+{{- define "headrace.sharedMemoryMb" -}}
+{{- $shared := .root.Values.sharedMemory -}}
+{{- $mebibytes := add (int64 $shared.objectStoreMb) (int64 $shared.marginMb) (ternary (int64 .root.Values.settings.arena_mb) 0 .withArena) -}}
+{{- $limit := include "headrace.mebibytes" .pods.resources.limits.memory | int64 -}}
+{{- if and (gt $limit 0) (le $limit (int64 $mebibytes)) -}}
+{{- fail (printf "%s: resources.limits.memory is %s, and /dev/shm alone takes %d MiB (settings.arena_mb + sharedMemory)" .component .pods.resources.limits.memory $mebibytes) -}}
+{{- end -}}
+{{ $mebibytes }}
+{{- end -}}
+
+{{/* Environment that all Ray processes share. */}}
+{{- define "headrace.environment" -}}
+{{- $values := .Values -}}
+- name: HOME
+  value: /home/headrace
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+  value: headrace_cluster.proxy_http.middlewares
+{{- range $name, $value := dict "OMP_WAIT_POLICY" "passive" "KMP_BLOCKTIME" "0" "TOKENIZERS_PARALLELISM" "false" }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- if $values.redis.passwordSecret.name }}
+- name: HEADRACE_REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ $values.redis.passwordSecret.name }}
+      key: {{ $values.redis.passwordSecret.key }}
+{{- end }}
+- name: HEADRACE_REDIS_URL
+  value: {{ include "headrace.redisUrl" . | quote }}
+{{- if $values.tenants.secretName }}
+- name: HEADRACE_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ $values.tenants.adminKeySecret.name }}
+      key: {{ $values.tenants.adminKeySecret.key }}
+{{- end }}
+{{- if $values.model.hub.enabled }}
+{{- if $values.model.hub.tokenSecret.name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ $values.model.hub.tokenSecret.name }}
+      key: {{ $values.model.hub.tokenSecret.key }}
+{{- end }}
+{{- else }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- end -}}
+
+{{/* The template of one kind of Ray pod. Call with dict root, component, pods (their values), withArena, gpus. */}}
+{{- define "headrace.podTemplate" -}}
+{{- $root := .root -}}
+{{- $values := $root.Values -}}
+{{- $pods := .pods -}}
+{{- $isHead := eq .component "head" -}}
+{{- $isGateway := eq .component (include "headrace.gatewayComponent" $root) -}}
+{{- $sharedMb := include "headrace.sharedMemoryMb" . -}}
+{{- $limits := deepCopy $pods.resources.limits -}}
+{{- if gt (int .gpus) 0 -}}
+{{- $limits = set $limits "nvidia.com/gpu" (toString .gpus) -}}
+{{- end -}}
+metadata:
+  labels:
+    {{- include "headrace.selector" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+  {{- with $pods.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- if and $isHead (include "headrace.autoscaling" $root) }}
+  # KubeRay gives the head a service account with the rights of its autoscaler, whose container needs the token.
+  automountServiceAccountToken: true
+  {{- else }}
+  serviceAccountName: {{ include "headrace.serviceAccount" $root }}
+  automountServiceAccountToken: false
+  {{- end }}
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ include "headrace.graceSeconds" . }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: {{ $values.podSecurity.runAsUser }}
+    runAsGroup: {{ $values.podSecurity.runAsGroup }}
+    fsGroup: {{ $values.podSecurity.fsGroup }}
+    seccompProfile:
+      type: RuntimeDefault
+  {{- with $values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- with $pods.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $pods.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pods.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pods.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if and $values.topologySpread.enabled (not $isHead) }}
+  topologySpreadConstraints:
+    - maxSkew: {{ $values.topologySpread.maxSkew }}
+      topologyKey: {{ $values.topologySpread.topologyKey }}
+      whenUnsatisfiable: {{ $values.topologySpread.whenUnsatisfiable }}
+      labelSelector:
+        matchLabels:
+          {{- include "headrace.selector" $root | nindent 10 }}
+          app.kubernetes.io/component: {{ .component }}
+  {{- end }}
+  containers:
+    - name: {{ ternary "ray-head" "ray-worker" $isHead }}
+      image: {{ include "headrace.image" $root | quote }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext:
+        {{- include "headrace.containerSecurity" $root | nindent 8 }}
+      env:
+        {{- include "headrace.environment" $root | nindent 8 }}
+      {{- if or $isHead $isGateway }}
+      ports:
+        {{- if $isHead }}
+        - name: gcs-server
+          containerPort: 6379
+        - name: dashboard
+          containerPort: 8265
+        - name: client
+          containerPort: 10001
+        {{- end }}
+        {{- if $isGateway }}
+        - name: serve
+          containerPort: 8000
+        - name: grpc
+          containerPort: 9000
+        {{- end }}
+      {{- end }}
+      resources:
+        requests:
+          {{- toYaml $pods.resources.requests | nindent 10 }}
+        limits:
+          {{- toYaml $limits | nindent 10 }}
+      {{- include "headrace.probes" . | nindent 6 }}
+      {{- if or $isGateway .withArena }}
+      lifecycle:
+        preStop:
+          exec:
+            command:
+              - /bin/sh
+              - -c
+              - |
+                {{- if .withArena }}
+                timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$(hostname)" --address {{ include "headrace.fullname" $root }}-gateway:9000 || true
+                {{- end }}
+                {{- if $isGateway }}
+                sleep {{ $values.drain.gatewaySeconds }}
+                {{- end }}
+      {{- end }}
+      volumeMounts:
+        - name: shared-memory
+          mountPath: /dev/shm
+        - name: home
+          mountPath: /home/headrace
+        - name: tmp
+          mountPath: /tmp
+        {{- if $values.model.claimName }}
+        - name: models
+          mountPath: {{ $values.model.mountPath }}
+          readOnly: true
+        {{- end }}
+        {{- if and .withArena (gt (float64 $values.settings.disk_gb) 0.0) }}
+        - name: blocks
+          mountPath: /var/lib/headrace/blocks
+        {{- end }}
+        {{- if $values.tenants.secretName }}
+        - name: tenants
+          mountPath: /etc/headrace/tenants
+          readOnly: true
+        {{- end }}
+        {{- if and (include "headrace.redisTls" $root) $values.redis.external.caSecret.name }}
+        - name: redis-ca
+          mountPath: /etc/headrace/redis-ca
+          readOnly: true
+        {{- end }}
+  volumes:
+    - name: shared-memory
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ $sharedMb }}Mi
+    - name: home
+      emptyDir:
+        sizeLimit: {{ $values.model.cacheSize }}
+    - name: tmp
+      emptyDir: {}
+    {{- if $values.model.claimName }}
+    - name: models
+      persistentVolumeClaim:
+        claimName: {{ $values.model.claimName }}
+        readOnly: true
+    {{- end }}
+    {{- if and .withArena (gt (float64 $values.settings.disk_gb) 0.0) }}
+    {{- $diskMb := mulf (float64 $values.settings.disk_gb) 1126.4 | ceil | int64 }}
+    - name: blocks
+      {{- if eq $values.diskTier.type "claim" }}
+      ephemeral:
+        volumeClaimTemplate:
+          spec:
+            accessModes: [ReadWriteOnce]
+            {{- with $values.diskTier.storageClassName }}
+            storageClassName: {{ . }}
+            {{- end }}
+            resources:
+              requests:
+                storage: {{ $diskMb }}Mi
+      {{- else }}
+      emptyDir:
+        sizeLimit: {{ $diskMb }}Mi
+      {{- end }}
+    {{- end }}
+    {{- if $values.tenants.secretName }}
+    - name: tenants
+      secret:
+        secretName: {{ $values.tenants.secretName }}
+        items:
+          - key: {{ $values.tenants.key }}
+            path: tenants.yaml
+    {{- end }}
+    {{- if and (include "headrace.redisTls" $root) $values.redis.external.caSecret.name }}
+    - name: redis-ca
+      secret:
+        secretName: {{ $values.redis.external.caSecret.name }}
+    {{- end }}
+{{- end -}}
+
+{{- define "headrace.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Time for the pod to end: its drains and half a minute for the processes. */}}
+{{- define "headrace.graceSeconds" -}}
+{{- $drain := .root.Values.drain -}}
+{{- $isGateway := eq .component (include "headrace.gatewayComponent" .root) -}}
+{{ add 30 (ternary (int $drain.storeSeconds) 0 .withArena) (ternary (int $drain.gatewaySeconds) 0 $isGateway) }}
+{{- end -}}
+
+{{/*
+Alive: this node's raylet runs. It does not ask Redis, and counts a head that cannot be reached as no fault of its own.
+Ready: the head's control store answers (KubeRay deploys to no head that is not ready, so it cannot wait for gateways);
+a gateway's pod could serve a request now; a worker's raylet runs.
+*/}}
+{{- define "headrace.probes" -}}
+{{- $probes := .root.Values.probes -}}
+startupProbe:
+  httpGet:
+    path: /api/local_raylet_healthz
+    port: 52365
+  periodSeconds: 5
+  timeoutSeconds: {{ $probes.timeoutSeconds }}
+  failureThreshold: {{ max 1 (div (int $probes.startupSeconds) 5) }}
+livenessProbe:
+  httpGet:
+    path: /api/local_raylet_healthz
+    port: 52365
+  {{- include "headrace.probeTimes" $probes | nindent 2 }}
+readinessProbe:
+  httpGet:
+    {{- if eq .component "head" }}
+    path: /api/gcs_healthz
+    port: 8265
+    {{- else if eq .component "gateway" }}
+    path: /ready
+    port: 8000
+    {{- else }}
+    path: /api/local_raylet_healthz
+    port: 52365
+    {{- end }}
+  {{- include "headrace.probeTimes" $probes | nindent 2 }}
+{{- end -}}
+
+{{- define "headrace.probeTimes" -}}
+periodSeconds: {{ .periodSeconds }}
+timeoutSeconds: {{ .timeoutSeconds }}
+failureThreshold: {{ .failureThreshold }}
+{{- end -}}

@@ -1,0 +1,59 @@
+{{/* GPUs of one worker: a share of its pod's. Call with dict gpus, workers. */}}
+{{- define "headrace.gpusPerWorker" -}}
+{{- $gpus := divf (float64 .gpus) (float64 .workers) -}}
+{{- if ge $gpus 1.0 -}}{{ $gpus | floor | int }}{{- else -}}{{ divf (floor (mulf $gpus 100)) 100 }}{{- end -}}
+{{- end -}}
+
+{{/* Serve's config: the settings, and for each deployment the Ray resource that puts it into pods of its kind. */}}
+{{- define "headrace.serveConfig" -}}
+{{- $values := .Values -}}
+{{- $settings := deepCopy $values.settings -}}
+{{- $settings = merge (dict "store_host" "auto" "arena_dir" "/dev/shm") $settings -}}
+{{- if gt (float64 $settings.disk_gb) 0.0 -}}
+{{- $settings = set $settings "disk_dir" "/var/lib/headrace/blocks" -}}
+{{- end -}}
+{{- if $values.tenants.secretName -}}
+{{- $settings = set $settings "tenants_file" "/etc/headrace/tenants/tenants.yaml" -}}
+{{- end -}}
+{{- $prefill := gt (int $settings.prefill_workers) 0 -}}
+{{- $together := and $values.workersTogether $prefill -}}
+{{- $sharers := ternary (add (int $values.decodePods.perPod) (int $values.prefillPods.perPod)) (int $values.decodePods.perPod) $together -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+grpc_options:
+  port: 9000
+  grpc_servicer_functions:
+    - headrace_cluster.proxy_services.add_inference
+    - headrace_cluster.proxy_services.add_cache_admin
+    - headrace_cluster.proxy_services.add_health
+applications:
+  - name: headrace
+    route_prefix: /
+    import_path: headrace_cluster.serve_app:serve_app
+    args:
+      {{- range $name, $value := $settings }}
+      {{ $name }}: {{ if kindIs "float64" $value }}{{ if eq (floor $value) $value }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}{{ else }}{{ toJson $value }}{{ end }}
+      {{- end }}
+    deployments:
+      - name: Gateway
+        ray_actor_options:
+          num_cpus: 0.1
+          resources:
+            headrace_gateway: 1
+      {{- if $prefill }}
+      - name: PrefillWorker
+        ray_actor_options:
+          num_cpus: 0.1
+          num_gpus: {{ include "headrace.gpusPerWorker" (dict "gpus" (ternary $values.decodePods.gpusPerPod $values.prefillPods.gpusPerPod $together) "workers" (ternary $sharers $values.prefillPods.perPod $together)) }}
+          resources:
+            headrace_prefill: 1
+      {{- end }}
+      - name: DecodeWorker
+        ray_actor_options:
+          num_cpus: 0.1
+          num_gpus: {{ include "headrace.gpusPerWorker" (dict "gpus" $values.decodePods.gpusPerPod "workers" $sharers) }}
+          resources:
+            headrace_decode: 1
+{{- end -}}

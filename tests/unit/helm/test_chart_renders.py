@@ -1,0 +1,353 @@
+"""What the chart renders is valid for Helm, Kubernetes and KubeRay, and says what Headrace runs by."""
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import HelmError
+from ray.serve.schema import ServeDeploySchema
+from rendered_chart import (
+    CHART,
+    EVERYTHING,
+    EXTERNAL_REDIS,
+    GOLDEN,
+    LAPTOP,
+    ROOT,
+    SIZES,
+    TOGETHER,
+    Manifest,
+    Values,
+    generator,
+    loaded,
+    merged,
+    one,
+    ray_pods,
+    render,
+    render_text,
+    serve_config,
+    size,
+)
+
+from headrace.config import settings_table
+from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
+from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMENT, serve_app
+
+# KubeRay's definitions lie beside a checkout of some, and are no part of this repository.
+KUBERAY_CRDS = ROOT.parent / "shared" / "kuberay-crds"
+# Kinds of which neither Kubernetes' schemas nor KubeRay's tell.
+WITHOUT_SCHEMA = {"HTTPRoute", "ServiceMonitor", "PrometheusRule"}
+
+RENDERS: dict[str, Values] = {
+    **{name: size(name) for name in SIZES},
+    "everything": EVERYTHING,
+    "everything-external": merged(EVERYTHING, EXTERNAL_REDIS),
+    "everything-laptop": merged(EVERYTHING, LAPTOP),
+    "everything-together": merged(EVERYTHING, TOGETHER),
+}
+each_render = pytest.mark.parametrize("name", RENDERS)
+
+
+@cache
+def rendered(name: str) -> list[Manifest]:
+    return render(RENDERS[name])
+
+
+@each_render
+def test_helm_finds_nothing_to_complain_of(name: str):
+    report = helm_python.lint(CHART, RENDERS[name], strict=True, kube_version="v1.33.0")
+    assert report["errors"] == []
+    assert [m["error"] for m in report["messages"] if m["severity"] > 1] == []
+
+
+@each_render
+def test_every_object_and_every_pod_is_valid_for_kubernetes(name: str):
+    """Strict: fails for a misspelled field, too."""
+    manifests = rendered(name)
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **pod["metadata"]}, "spec": pod["spec"]}
+        for pod in ray_pods(manifests).values()
+    ]
+    plain = [m for m in manifests if m["kind"] not in WITHOUT_SCHEMA | {"RayService"}]
+    assert len(plain) >= 4
+    for manifest in plain + pods:
+        kubernetes_validate.validate(manifest, "1.33", strict=True)
+
+
+@each_render
+def test_the_ray_service_is_valid_for_kuberay(name: str):
+    """By the schemas of its definitions, with unknown fields refused."""
+    if not KUBERAY_CRDS.is_dir():
+        pytest.skip(
+            f"KubeRay's definitions are not here ({KUBERAY_CRDS.name}): a RayService is not checked against them"
+        )
+    ray_service_validator().validate(one(rendered(name), "RayService"))
+
+
+@cache
+def ray_service_validator() -> Any:
+    definition = yaml.load((KUBERAY_CRDS / "ray.io_rayservices.yaml").read_text("utf-8"), yaml.CSafeLoader)
+    (schema,) = (v["schema"]["openAPIV3Schema"] for v in definition["spec"]["versions"] if v["name"] == "v1")
+    return jsonschema.Draft7Validator(closed(schema))
+
+
+def closed(schema: Any) -> Any:
+    """The schema with every object closed that lists its properties; those of metadata are Kubernetes' own."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: closed(value) for key, value in schema.items()}
+    if isinstance(inner.get("properties"), dict) and "additionalProperties" not in inner and inner.get("type"):
+        inner["additionalProperties"] = False
+    return inner
+
+
+@each_render
+def test_serve_and_headrace_take_the_config_that_the_service_carries(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Fails for a setting that does not exist, an impossible one, or a key that is not Serve's."""
+    config = serve_config(rendered(name))
+    (app,) = ServeDeploySchema.model_validate(config).applications
+    assert config["grpc_options"]["grpc_servicer_functions"] == GRPC_SERVICER_FUNCTIONS
+    assert set(app.args) <= set(settings_table())
+    pods = ray_pods(rendered(name))
+    assert "redis_url" not in app.args
+    variables = {v["name"]: v.get("value") for v in pods["head"]["spec"]["containers"][0]["env"]}
+    monkeypatch.setenv("HEADRACE_REDIS_URL", variables["HEADRACE_REDIS_URL"])
+    settings = serve_app(app.args)._bound_deployment.init_args[0]
+    assert settings["redis_url"] == variables["HEADRACE_REDIS_URL"]
+    assert variables[CALLBACK_VARIABLE] == CALLBACK
+    # A deployment's options in a config replace those of the code, so the pods bring what those had.
+    assert TORCH_ENVIRONMENT.items() <= variables.items()
+
+
+@each_render
+def test_every_deployment_finds_pods_with_the_resource_it_asks_for(name: str):
+    """Ray puts a worker where its resource is: fails when a kind of pods offers fewer than the settings ask for."""
+    manifests = rendered(name)
+    cluster = one(manifests, "RayService")["spec"]["rayClusterConfig"]
+    offered = dict.fromkeys(("headrace_gateway", "headrace_prefill", "headrace_decode"), 0.0)
+    for group in [{"maxReplicas": 1, **cluster["headGroupSpec"]}, *cluster.get("workerGroupSpecs", [])]:
+        resources = json.loads(json.loads(group["rayStartParams"].get("resources", '"{}"')))
+        for key, each in resources.items():
+            offered[key] += each * group["maxReplicas"]
+    config = serve_config(manifests)["applications"][0]
+    settings, deployments = config["args"], {d["name"]: d for d in config["deployments"]}
+    for deployment, key, setting in (
+        ("Gateway", "headrace_gateway", "gateways"),
+        ("PrefillWorker", "headrace_prefill", "prefill_workers"),
+        ("DecodeWorker", "headrace_decode", "decode_workers"),
+    ):
+        most = max(settings[setting], settings.get(f"{setting}_max", 0))
+        assert (deployment in deployments) == (most > 0)
+        if most:
+            assert deployments[deployment]["ray_actor_options"]["resources"] == {key: 1}
+            assert offered[key] >= most
+
+
+@each_render
+def test_shared_memory_holds_the_arena_and_lies_within_the_memory_limit(name: str):
+    manifests = rendered(name)
+    arena_mb = serve_config(manifests)["applications"][0]["args"]["arena_mb"]
+    for component, pod in ray_pods(manifests).items():
+        (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "shared-memory")
+        assert volume["emptyDir"]["medium"] == "Memory"
+        shared_mb = int(volume["emptyDir"]["sizeLimit"].removesuffix("Mi"))
+        if component in ("prefill", "decode", "both") or len(ray_pods(manifests)) == 1:
+            assert shared_mb > arena_mb
+        limit = pod["spec"]["containers"][0]["resources"]["limits"]["memory"]
+        assert shared_mb < float(limit.removesuffix("Gi")) * 1024
+
+
+def test_memory_that_does_not_hold_the_arena_is_refused():
+    with pytest.raises(HelmError, match="/dev/shm alone takes"):
+        render({"settings": {"arena_mb": 9000}})
+
+
+@each_render
+def test_containers_may_do_nothing_that_they_do_not_need(name: str):
+    manifests = rendered(name)
+    pods = [*ray_pods(manifests).values()]
+    pods += [m["spec"]["template"] for m in manifests if m["kind"] == "StatefulSet"]
+    autoscaling = one(manifests, "RayService")["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling", False)
+    for pod in pods:
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        is_autoscaler = autoscaling and pod["metadata"]["labels"]["app.kubernetes.io/component"] == "head"
+        assert spec["automountServiceAccountToken"] is is_autoscaler
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+    assert not {m["kind"] for m in manifests} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+
+
+@each_render
+def test_no_secret_is_in_plain_text(name: str):
+    """Passwords, tokens and keys come from secrets that the chart does not make."""
+    manifests = rendered(name)
+    assert "Secret" not in {m["kind"] for m in manifests}
+    pods = [*ray_pods(manifests).values()] + [m["spec"]["template"] for m in manifests if m["kind"] == "StatefulSet"]
+    for variable in (v for pod in pods for c in pod["spec"]["containers"] for v in c.get("env", [])):
+        if any(word in variable["name"] for word in ("PASSWORD", "TOKEN", "KEY", "AUTH")) and "value" in variable:
+            assert variable["name"] == "TOKENIZERS_PARALLELISM"
+        if "REDIS_URL" in variable["name"]:
+            password = variable["value"].rpartition("@")[0].rpartition(":")[2]
+            assert password in ("", "$(HEADRACE_REDIS_PASSWORD)")
+
+
+@each_render
+def test_ray_asks_for_its_token(name: str):
+    cluster = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"]["mode"] == "token"
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"imgae": {}}, "imgae"),
+        ({"image": {"tga": "1"}}, "tga"),
+        ({"settings": {"arena_gb": 1}}, "arena_gb"),
+        ({"settings": {"redis_url": "redis://:password@host"}}, "redis_url"),
+        ({"settings": {"arena_mb": "much"}}, "arena_mb"),
+        ({"redis": {"mode": "embedded"}}, "mode"),
+        ({"decodePods": {"perPod": 0}}, "perPod"),
+        ({"tenants": {"secretName": "t"}}, "hash_algorithm"),
+        ({"redis": {"mode": "external"}}, "external.host"),
+        ({"redis": {"passwordSecret": {"name": ""}}}, "never open"),
+        ({"httpRoute": {"enabled": True}}, "parentRefs"),
+    ],
+)
+def test_values_that_are_unknown_or_impossible_are_refused_by_name(values: Values, named: str):
+    with pytest.raises(HelmError, match=named):
+        loaded_and_checked(values)
+
+
+def loaded_and_checked(values: Values) -> None:
+    loaded().validate_schema(loaded().merge_values(values))
+    render_text(values)
+
+
+def test_readme_and_schema_are_what_values_and_settings_give():
+    for path, text in generator().generate_chart().items():
+        assert path.read_text(encoding="utf-8") == text, f"run helm/generate_chart.py: {path.name}"
+
+
+def test_the_schema_takes_every_setting_that_the_chart_does_not_set_itself():
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    assert set(schema["properties"]["settings"]["properties"]) | set(generator().CHART_SETTINGS) == set(
+        settings_table()
+    )
+
+
+def test_every_value_has_a_comment():
+    rows = list(generator().value_rows((CHART / "values.yaml").read_text(encoding="utf-8")))
+    assert len(rows) > 80
+    assert [row.path for row in rows if not row.comment] == []
+
+
+@pytest.mark.parametrize("name", ["values", "values-minimal"])
+def test_the_render_is_the_golden_one(name: str):
+    """After a change on purpose: `python helm/generate_chart.py --golden`, and read what it changed."""
+    assert (GOLDEN / f"{name}.yaml").read_text(encoding="utf-8") == generator().render_golden(name)
+
+
+def changed(value: Any) -> list[Any]:
+    """Other values of the same type."""
+    if isinstance(value, bool):
+        return [not value, value]
+    if isinstance(value, int | float):
+        return [value + 1, 2 * value]
+    if isinstance(value, str):
+        return [f"{value}x", "1Gi"]
+    if isinstance(value, list):
+        return [[*value, "other"], [{"key": "other"}]]
+    return [{"other": "changed"}, {"limits": {"cpu": "3"}}]
+
+
+def value_paths() -> list[tuple[str, Any]]:
+    rows = list(generator().value_rows((CHART / "values.yaml").read_text(encoding="utf-8")))
+    named = {row.path for row in rows}
+    others = [
+        (f"settings.{key}", row.default)
+        for key, (_, row) in settings_table().items()
+        if key not in generator().CHART_SETTINGS and f"settings.{key}" not in named
+    ]
+    return [(row.path, row.default) for row in rows] + others
+
+
+@pytest.mark.parametrize(("path", "default"), value_paths(), ids=[path for path, _ in value_paths()])
+def test_every_value_changes_the_render(path: str, default: Any):
+    """Fails for a value that no template reads. Some are read only where another is set, so several bases are tried."""
+    candidates = generator().CHOICES.get(path) or changed(default)
+    for base in ({}, EVERYTHING, merged(EVERYTHING, EXTERNAL_REDIS), merged(EVERYTHING, TOGETHER)):
+        before = base_text(json.dumps(base))
+        for candidate in candidates:
+            override: Any = candidate
+            for step in reversed(path.split(".")):
+                override = {step: override}
+            try:
+                if render_text(merged(base, override)) != before:
+                    return
+            except HelmError:
+                continue
+    pytest.fail(f"{path} changes nothing")
+
+
+@cache
+def base_text(base: str) -> dict[str, str]:
+    return render_text(json.loads(base))
+
+
+# What Kubernetes or KubeRay lets nobody change of an object that exists.
+IMMUTABLE = {
+    "StatefulSet": ("serviceName", "selector", "podManagementPolicy", "volumeClaimTemplates"),
+    "Deployment": ("selector",),
+    "Service": ("clusterIP",),
+    "PersistentVolumeClaim": ("accessModes", "storageClassName", "volumeName"),
+    "RayService": ("rayClusterConfig.gcsFaultToleranceOptions.backend",),
+}
+
+
+def immutable_fields(manifests: list[Manifest]) -> dict[str, str]:
+    """Kind, name and field -> value, as JSON; `null` for one that is not set."""
+    fields = {}
+    for manifest in manifests:
+        for path in IMMUTABLE.get(manifest["kind"], ()):
+            value: Any = manifest["spec"]
+            for step in path.split("."):
+                value = (value or {}).get(step)
+            fields[f"{manifest['kind']}/{manifest['metadata']['name']}: {path}"] = json.dumps(value, sort_keys=True)
+    return fields
+
+
+@pytest.mark.parametrize("name", ["values", "values-minimal"])
+@pytest.mark.parametrize("release", sorted(path.name for path in (GOLDEN / "releases").iterdir()))
+def test_an_upgrade_from_an_earlier_release_changes_no_immutable_field(release: str, name: str):
+    """`releases/` keeps the render of each released chart; what is in both must agree."""
+    text = (GOLDEN / "releases" / release / f"{name}.yaml").read_text(encoding="utf-8")
+    before = immutable_fields([m for m in yaml.load_all(text, yaml.CSafeLoader) if m])
+    after = immutable_fields(rendered(name))
+    assert before
+    assert {key: after.get(key, value) for key, value in before.items()} == before
+
+
+def test_a_changed_immutable_field_is_noticed():
+    """The check above, on a render in which one was changed."""
+    manifests = copy.deepcopy(rendered("values"))
+    one(manifests, "StatefulSet")["spec"]["serviceName"] = "other"
+    assert immutable_fields(manifests) != immutable_fields(rendered("values"))
+
+
+def test_the_charts_version_is_that_of_the_package():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert f'version = "{chart["appVersion"]}"' in Path(ROOT / "pyproject.toml").read_text(encoding="utf-8")
