@@ -14,8 +14,8 @@ test: install lint
 	$(BIN)/python -m pytest tests
 
 lint: install
-	$(BIN)/ruff check services cluster tests benchmarks
-	$(BIN)/ruff format --check services cluster tests benchmarks
+	$(BIN)/ruff check services cluster tests benchmarks helm
+	$(BIN)/ruff format --check services cluster tests benchmarks helm
 	$(BIN)/mypy --strict services/headrace/core services/headrace/wire services/headrace/gateway
 	$(BIN)/lint-imports
 

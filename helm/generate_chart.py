@@ -82,7 +82,7 @@ def generate_chart() -> dict[Path, str]:
 
 
 def schema_of(path: str, value: Any) -> dict[str, Any]:
-    """The JSON schema of one value, by its default. A mapping takes its own keys only, if it has any and is not open."""
+    """The JSON schema of one value, by its default. A mapping takes its own keys only, unless open or empty."""
     name = path.rpartition(".")[2]
     if path == "settings":
         return settings_schema()

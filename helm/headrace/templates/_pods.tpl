@@ -16,6 +16,11 @@
   value: /home/headrace
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
+{{- if $values.ray.gcsFaultTolerance }}
+# How long a pod goes on by itself while the head is away.
+- name: RAY_gcs_rpc_server_reconnect_timeout_s
+  value: "600"
+{{- end }}
 - name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
   value: headrace_cluster.proxy_http.middlewares
 {{- range $name, $value := dict "OMP_WAIT_POLICY" "passive" "KMP_BLOCKTIME" "0" "TOKENIZERS_PARALLELISM" "false" }}
@@ -249,15 +254,15 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Time for the pod to end: its drains and half a minute for the processes. */}}
+{{/* Time for the pod to end: its drains, half a minute that Ray takes to drain its node, and some for the processes. */}}
 {{- define "headrace.graceSeconds" -}}
 {{- $drain := .root.Values.drain -}}
 {{- $isGateway := eq .component (include "headrace.gatewayComponent" .root) -}}
-{{ add 30 (ternary (int $drain.storeSeconds) 0 .withArena) (ternary (int $drain.gatewaySeconds) 0 $isGateway) }}
+{{ add 45 (ternary (int $drain.storeSeconds) 0 .withArena) (ternary (int $drain.gatewaySeconds) 0 $isGateway) }}
 {{- end -}}
 
 {{/*
-Alive: this node's raylet runs. It does not ask Redis, and counts a head that cannot be reached as no fault of its own.
+Alive: this node's raylet runs. It does not ask Redis, and a head that cannot be reached is no fault of its own.
 Ready: the head's control store answers (KubeRay deploys to no head that is not ready, so it cannot wait for gateways);
 a gateway's pod could serve a request now; a worker's raylet runs.
 */}}

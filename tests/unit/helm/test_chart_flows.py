@@ -1,0 +1,183 @@
+"""What may reach the pods of a release, what is measured of them, and how they end."""
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+from rendered_chart import (
+    CHART,
+    EVERYTHING,
+    EXTERNAL_REDIS,
+    LAPTOP,
+    SIZES,
+    Manifest,
+    merged,
+    one,
+    ray_pods,
+    render,
+    size,
+)
+
+from headrace.telemetry.metrics import Metrics
+
+RAY_PORTS = {6379, 8265, 10001, 52365}
+# Ray drains its node for so long before it ends, when its container is told to end.
+RAY_DRAIN_S = 30
+EVERY = {
+    **{name: size(name) for name in SIZES},
+    "everything": EVERYTHING,
+    "external": merged(EVERYTHING, EXTERNAL_REDIS),
+    "laptop": merged(EVERYTHING, LAPTOP),
+}
+each = pytest.mark.parametrize("name", EVERY)
+
+
+@cache
+def rendered(name: str) -> list[Manifest]:
+    return render(EVERY[name])
+
+
+def policies(name: str) -> dict[str, Any]:
+    found = [m for m in rendered(name) if m["kind"] == "NetworkPolicy"]
+    return {m["metadata"]["name"].rpartition("-")[2]: m["spec"] for m in found}
+
+
+def labels_of_pods(name: str) -> dict[str, dict[str, str]]:
+    return {component: pod["metadata"]["labels"] for component, pod in ray_pods(rendered(name)).items()}
+
+
+@each
+def test_everything_is_denied_but_what_is_allowed_by_name(name: str):
+    deny = policies(name)["deny"]
+    assert deny["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in deny
+    assert "egress" not in deny
+    selector = deny["podSelector"]["matchLabels"].items()
+    for labels in labels_of_pods(name).values():
+        assert selector <= labels.items()
+
+
+@each
+def test_rays_ports_open_to_pods_of_the_release_and_to_the_operator_only(name: str):
+    """Fails when a port of Ray's own, or all ports, are opened to anybody else."""
+    for policy, spec in policies(name).items():
+        for rule in spec.get("ingress", []):
+            ports = {port["port"] for port in rule.get("ports", [])}
+            if policy == "ray":
+                (peer,) = rule["from"]
+                assert set(peer) == {"podSelector"}
+                assert peer["podSelector"] == spec["podSelector"]
+            elif policy == "operator":
+                assert ports == {8265, 8000}
+                assert rule["from"][0]["podSelector"]["matchLabels"]
+            elif policy == "redis":
+                assert ports == {6379}
+                assert spec["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
+            else:
+                assert ports
+                assert not ports & RAY_PORTS
+                assert rule["from"]
+
+
+@each
+def test_services_and_routes_lead_to_the_gateways_two_ports_only(name: str):
+    manifests = rendered(name)
+    service = one(manifests, "Service", "-gateway")["spec"]
+    assert [port["targetPort"] for port in service["ports"]] == [8000, 9000]
+    matching = [c for c, labels in labels_of_pods(name).items() if service["selector"].items() <= labels.items()]
+    assert matching == ["head" if "gateway" not in labels_of_pods(name) else "gateway"]
+    for kind in ("Ingress", "HTTPRoute"):
+        for manifest in (m for m in manifests if m["kind"] == kind):
+            assert "metrics" not in json.dumps(manifest["spec"])
+    kinds = [m["spec"].get("type", "ClusterIP") for m in manifests if m["kind"] == "Service"]
+    assert set(kinds) == {"ClusterIP"}
+
+
+@each
+def test_a_redis_that_is_bundled_is_reached_by_rays_pods_and_reaches_nobody(name: str):
+    found = policies(name)
+    assert ("redis" in found) == (EVERY[name].get("redis", {}).get("mode", "bundled") == "bundled")
+    assert all(
+        "redis" not in (spec["podSelector"].get("matchExpressions") or [{"values": []}])[0]["values"]
+        for spec in found.values()
+    )
+
+
+@each
+def test_every_budget_selects_pods_of_its_kind(name: str):
+    """Fails when a budget names a kind of pods that this size does not have, or leaves one out."""
+    budgets = [m for m in rendered(name) if m["kind"] == "PodDisruptionBudget"]
+    kinds = labels_of_pods(name)
+    if set(kinds) == {"head"}:
+        assert budgets == []
+        return
+    selectors = [budget["spec"]["selector"]["matchLabels"].items() for budget in budgets]
+    for component, labels in kinds.items():
+        assert sum(selector <= labels.items() for selector in selectors) == (component != "head")
+
+
+@each
+def test_aliveness_asks_nobody_but_the_pods_own_ray(name: str):
+    """Neither Redis nor the head's store nor a worker: their fault must not start this pod again."""
+    for component, pod in ray_pods(rendered(name)).items():
+        (container,) = pod["spec"]["containers"]
+        own = {"path": "/api/local_raylet_healthz", "port": 52365}
+        assert container["livenessProbe"]["httpGet"] == own
+        assert container["startupProbe"]["httpGet"] == own
+        ready = container["readinessProbe"]["httpGet"]
+        expected = {"head": ("/api/gcs_healthz", 8265), "gateway": ("/ready", 8000)}
+        assert (ready["path"], ready["port"]) == expected.get(component, (own["path"], own["port"]))
+
+
+@each
+def test_a_pod_has_time_for_all_that_it_does_before_it_ends(name: str):
+    for pod in ray_pods(rendered(name)).values():
+        script = (
+            pod["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])
+        )
+        waits = [int(n) for n in re.findall(r"(?:timeout|sleep) (\d+)", script[-1])]
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= RAY_DRAIN_S + sum(waits)
+
+
+def test_only_the_head_gets_a_token_and_only_for_the_autoscaler():
+    with_token = {
+        (name, component)
+        for name in EVERY
+        for component, pod in ray_pods(rendered(name)).items()
+        if pod["spec"]["automountServiceAccountToken"]
+    }
+    assert with_token == {(name, "head") for name in ("values-cpu", "values-multinode", "everything", "external")}
+
+
+def measured() -> set[str]:
+    """Names of the series that a gateway's `/metrics` has."""
+    text = generate_latest(Metrics().registry).decode()
+    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if line.startswith("headrace_")}
+
+
+def test_alerts_and_dashboard_name_only_metrics_that_a_gateway_has():
+    """Fails for a metric that was renamed, and for one that only workers or store nodes have: those are not scraped."""
+    alerts = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text(encoding="utf-8"))
+    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text(encoding="utf-8"))
+    queries = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    queries += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {word for query in queries for word in re.findall(r"headrace_\w+", query)}
+    assert len(named) >= 10
+    assert named <= measured()
+
+
+def test_every_alert_is_explained_in_the_documentation():
+    alerts = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text(encoding="utf-8"))
+    page = (CHART.parents[1] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    for rule in (rule for group in alerts["groups"] for rule in group["rules"]):
+        assert f"`{rule['alert']}`" in page
+
+
+def test_alerts_ask_for_the_gateways_of_their_own_release():
+    rule = one(rendered("everything"), "PrometheusRule")
+    for alert in (alert for group in rule["spec"]["groups"] for alert in group["rules"]):
+        assert 'service="demo-headrace-gateway", namespace="inference"' in alert["expr"]
