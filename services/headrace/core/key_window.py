@@ -57,10 +57,11 @@ EVERYTHING = KeyWindow(None, 1)  # nothing is ever passed, whatever the size of 
 
 
 def model_window(windows: Iterable[int | None], *, block_tokens: int) -> KeyWindow:
-    """What a model needs whose layers have these windows."""
+    """What a model needs whose layers have these windows; never less than the newest full block, so that what stands
+    on it can tell whether it was forgotten."""
     widest = 0
     for window in windows:
         if window is None:
             return KeyWindow(None, block_tokens)
         widest = max(widest, window)
-    return KeyWindow(widest or None, block_tokens)
+    return KeyWindow(max(widest, block_tokens + 1) if widest else None, block_tokens)

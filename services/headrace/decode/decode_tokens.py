@@ -57,7 +57,7 @@ async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[Deco
                 cached_tokens=held.num_blocks * block_tokens,
                 sampling=request.sampling,
                 leaves_blocks=request.cache.publish,
-                backup=backup if request.cache.publish else None,
+                backup=backup if request.cache.publish and backup.keeps_numbers else None,
             )
             async with aclosing(run) as events:
                 while True:

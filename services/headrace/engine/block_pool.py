@@ -199,8 +199,14 @@ class BlockPool:
             selected = self._select(selection)
             leaving = self._leaving(selected)
             kept = len(selected) - len(leaving)
-            if selection.blocks_max is not None:  # stable: a parent is used with its child, so children stay first
-                leaving.sort(key=lambda hashed: hashed.last_used_s)
+            if (
+                selection.blocks_max is not None
+            ):  # stable: where a parent and its child count alike, the child stays first
+                used_s: dict[BlockHash, float] = {}  # a block's own last use or that of one on it, whichever was later
+                for hashed in leaving:
+                    on_it = (used_s[child] for child in self._tree.children(hashed.block_hash) if child in used_s)
+                    used_s[hashed.block_hash] = max((hashed.last_used_s, *on_it))
+                leaving.sort(key=lambda hashed: used_s[hashed.block_hash])
                 leaving = leaving[: selection.blocks_max]
             if not dry_run:
                 for hashed in leaving:

@@ -79,6 +79,7 @@ class StepLoop:
         # The batch and those waiting for it: the step thread's alone. The counts are for other threads to read.
         self._runs: dict[int, Run] = {}
         self._can_step = False
+        self._look_again_s: float | None = None  # until the plan may be another one by itself; None: only by news
         self._idle = True
         self.num_in_batch = 0
         self._num_outside = 0
@@ -189,9 +190,7 @@ class StepLoop:
         self._wake_consumers()
         with self._mail:
             self._idle = True
-            self._mail.wait_for(
-                lambda: self._stopping or self._changed or self._can_step, timeout=self.preemption.saving_s or None
-            )
+            self._mail.wait_for(lambda: self._stopping or self._changed or self._can_step, timeout=self._look_again_s)
             self.heartbeat_s = self._clock.now_s()
             self._idle = False
             self._changed = False
@@ -254,7 +253,7 @@ class StepLoop:
                 [run.state for run in self._runs.values() if not run.reloading],
                 self._limits,
                 available_blocks=self._pool.available_blocks,
-                may_preempt=not self.preemption.saving_s,
+                may_preempt=not (saving_s := self.preemption.saving_s),
             )
             match planned:
                 case Preempt(num_missing=num_missing):
@@ -265,6 +264,7 @@ class StepLoop:
                     for key in plan.joins:
                         self._runs[key].in_batch = True
                     self._publish_counts()
+                    self._look_again_s = saving_s or None
                     return plan
 
     def _preempt(self, num_missing: int) -> None:

@@ -93,11 +93,6 @@ class WorkerTable:
         self._told = {record.worker_id: self._when_told(record, now_s) for record in records}
         self._columns.clear()
         self._told_s.clear()
-        self._planned = {
-            request_id: later
-            for request_id, parts in self._planned.items()
-            if (later := [part for part in parts if self._is_later(part)])
-        }
         self._suspects = {
             worker_id: suspicion
             for worker_id, suspicion in self._suspects.items()

@@ -69,7 +69,12 @@ async def _compute_and_publish(
     if held.num_blocks < len(request.prompt.chain):
         backup = StoredRun(worker, held, request, hint_nodes=call.hint_nodes, deadline=deadline)
         backup.publishes(publication, first_block=0 if reused else held.num_blocks)
-        run = worker.engine.run(held.admission, cached_tokens=cached_tokens, sampling=None, backup=backup)
+        run = worker.engine.run(
+            held.admission,
+            cached_tokens=cached_tokens,
+            sampling=None,
+            backup=backup if backup.keeps_numbers else None,
+        )
         async with aclosing(run) as events:
             async for event in events:
                 if isinstance(event, FilledBlock):

@@ -42,6 +42,11 @@ class StoredRun:
         # As known when the call begins; the links' books are the event loop's, and a step may not wait for them.
         self._link = _fastest_link(worker, self._hint_nodes, request)
 
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether what is read back is what was computed: not from a store whose codec loses something."""
+        return self._worker.layout == self._worker.engine.kv.layout
+
     def publishes(self, publication: Publication, *, first_block: int) -> None:
         """The run's blocks from `first_block` on are offered there, in order."""
         self._publications.append((first_block, publication))

@@ -1,5 +1,6 @@
 """Workers whose store keeps KV in a lossy codec: half the bytes, the same answer at every reading, a stated loss."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -116,3 +117,22 @@ def test_a_lossy_store_gives_the_claim_of_exactness_up_and_says_so(make_coded):
     quiet: list[str] = []
     assert make_coded("raw", quiet).exact
     assert not [line for line in quiet if "codec" in line]
+
+
+async def test_a_preempted_request_that_reuses_nothing_is_exact_with_a_lossy_store(
+    make_coded, store_node, make_worker, prompts
+):
+    """Fails if a sequence that gave its blocks up reads back what the codec has left of its own numbers."""
+    worker = await make_worker("worker", model=make_coded("int8"))
+    engine = worker.worker.engine
+    asked = [prompts(30 + number, salt=50 + number) for number in range(5)]
+    cold = [await worker.cold(token_ids, max_tokens=32) for token_ids in asked]
+    taken = engine.pool.take(engine.pool.num_blocks - 18)
+    try:
+        replies = await asyncio.gather(*(worker.decode(token_ids, max_tokens=32) for token_ids in asked))
+    finally:
+        engine.pool.unref_all(taken.block_ids)
+    assert engine.steps.num_preemptions > 0
+    for reply, want in zip(replies, cold, strict=True):
+        assert reply.cached.total == 0
+        assert reply.same_answer_as(want)

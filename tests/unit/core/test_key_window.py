@@ -50,3 +50,9 @@ def test_one_layer_that_sees_everything_needs_everything():
 
 def test_the_widest_window_counts():
     assert model_window([64, 128, 64], block_tokens=16) == KeyWindow(128, 16)
+
+
+def test_a_window_shorter_than_a_block_keeps_the_newest_full_block():
+    """Fails if a sequence can have a table without any block that others find: what it shares next has no parent."""
+    window = model_window([3, 2], block_tokens=8)
+    assert [window.first_block(position) for position in (7, 12, 16, 23)] == [0, 0, 1, 1]

@@ -291,6 +291,21 @@ def test_threads_that_take_and_give_back_at_once_lose_nothing() -> None:
     assert pool.available_blocks == 16
 
 
+def test_an_eviction_of_so_many_blocks_spares_a_parent_whose_child_was_used_later() -> None:
+    """Fails if the oldest blocks go whatever stands on them: a request that may not reuse shares only what is new."""
+    clock = ManualClock()
+    pool, prompt = BlockPool(4, clock=clock), make_prompt([1, 2])
+    parent = pool.take(1)
+    pool.hash_blocks(prompt, parent.block_ids)
+    copies = pool.take(2)
+    pool.hash_blocks(prompt, copies.block_ids)
+    pool.unref_all(parent.block_ids)
+    clock.time_s += 5
+    pool.unref_all(copies.block_ids)
+    assert pool.evict(Selection(blocks_max=1), dry_run=False).block_hashes == prompt.chain[1:]
+    pool.check_integrity()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Sequences come, compute, share and go in any order. The oracle is what each block was last filled with."""
 

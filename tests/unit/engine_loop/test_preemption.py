@@ -12,10 +12,13 @@ import pytest
 
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import SamplingParams, TokenDelta
+from headrace.core.limits import SAVE_PATIENCE_MS
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
+from headrace.engine.schedule_step import StepPlan
 
 from .conftest import BLOCK_TOKENS, VOCAB, admit, until
 from .hashed_model import CopyingBackup, HashedRunner, expected_answer, make_hashed_engine
+from .test_block_pool import ManualClock
 
 MakeEngine = Callable[..., Engine]
 
@@ -174,3 +177,39 @@ async def test_an_engine_that_stops_ends_its_reloads_and_holds_nothing(make_engi
     await engine.stop()
     replies = await asyncio.gather(*asks, return_exceptions=True)
     assert any(isinstance(reply, WorkerUnavailable) for reply in replies)
+
+
+async def test_a_plan_that_waits_for_saved_blocks_is_made_again_however_late_the_thread_comes_to_wait(
+    make_engine: MakeEngine,
+) -> None:
+    """Fails if the patience that a plan had is asked for again behind it: over by then, it would be none for ever."""
+    clock = ManualClock()
+    engine = make_hashed_engine(make_engine, num_blocks=16, clock=clock)
+    held: list[int] = []
+
+    class SilentOnce(CopyingBackup):
+        """Its first blocks are on their way to a store node that does not answer."""
+
+        def save(self, blocks: Sequence[FilledBlock]) -> None:
+            if held:
+                super().save(blocks)
+            else:
+                held.extend(block.block_id for block in blocks)
+
+    plan = engine.steps._plan
+
+    def plan_and_lose_the_core() -> StepPlan:
+        planned = plan()
+        if not planned.rows:
+            clock.time_s += 2 * SAVE_PATIENCE_MS / 1000
+        return planned
+
+    engine.steps._plan = plan_and_lose_the_core  # type: ignore[method-assign]
+    backups = [SilentOnce(engine, copies_filled=False) for _ in PROMPTS[:3]]
+    try:
+        async with asyncio.timeout(10):
+            await asyncio.gather(
+                *(answer(engine, p, max_tokens=40, backup=b) for p, b in zip(PROMPTS[:3], backups, strict=True))
+            )
+    finally:
+        engine.pool.unref_all(held)
