@@ -165,7 +165,7 @@ spec:
               - -c
               - |
                 {{- if .withArena }}
-                timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$(hostname)" --address {{ include "headrace.fullname" $root }}-gateway:9000 || true
+                timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$HOSTNAME" --address {{ include "headrace.fullname" $root }}-gateway:9000 || true
                 {{- end }}
                 {{- if $isGateway }}
                 sleep {{ $values.drain.gatewaySeconds }}

@@ -2,9 +2,11 @@
 
 import json
 import re
+import shlex
 from functools import cache
 from typing import Any
 
+import click
 import pytest
 import yaml
 from prometheus_client import generate_latest
@@ -22,6 +24,7 @@ from rendered_chart import (
     size,
 )
 
+from headrace.admin.cli import main
 from headrace.telemetry.metrics import Metrics
 
 RAY_PORTS = {6379, 8265, 10001, 52365}
@@ -141,6 +144,22 @@ def test_a_pod_has_time_for_all_that_it_does_before_it_ends(name: str):
         )
         waits = [int(n) for n in re.findall(r"(?:timeout|sleep) (\d+)", script[-1])]
         assert pod["spec"]["terminationGracePeriodSeconds"] >= RAY_DRAIN_S + sum(waits)
+
+
+def test_the_drain_before_the_end_is_a_command_that_exists():
+    """Fails when the command or its option is renamed, or its address is not that of the gateway's Service."""
+    for component in ("prefill", "decode"):
+        (container,) = ray_pods(rendered("values"))[component]["spec"]["containers"]
+        script = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+        words = shlex.split(script.partition("||")[0])
+        assert words[:3] == ["timeout", "120", "headrace"]
+        command: click.Command = main
+        for word in words[3:5]:
+            assert isinstance(command, click.Group)
+            command = command.commands[word]
+        assert {"--address"} <= {option for parameter in command.params for option in parameter.opts}
+        assert words[5:] == ["$HOSTNAME", "--address", "demo-headrace-gateway:9000"]
+        assert one(rendered("values"), "Service", "-gateway")
 
 
 def test_only_the_head_gets_a_token_and_only_for_the_autoscaler():
