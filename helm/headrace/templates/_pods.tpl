@@ -36,6 +36,10 @@
 {{- end }}
 - name: HEADRACE_REDIS_URL
   value: {{ include "headrace.redisUrl" . | quote }}
+{{- if and $values.ray.gcsFaultTolerance (include "headrace.redisTls" .) $values.redis.external.caSecret.name }}
+- name: RAY_REDIS_CA_CERT
+  value: /etc/headrace/redis-ca/{{ $values.redis.external.caSecret.key }}
+{{- end }}
 {{- if $values.tenants.secretName }}
 - name: HEADRACE_API_KEY
   valueFrom:
