@@ -191,6 +191,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         clock=clock,
         report_fault=metrics.count_fault,
         metrics_port=server.port,
+        load_patience_ms=config.engine.load_patience_ms,
     )
     WorkerCollector(worker.record, metrics=metrics)
     EngineCollector(lambda: _counts_of(engine), role=role, metrics=metrics)

@@ -18,6 +18,7 @@ from headrace.core.draft_limits import DRAFT_TOKENS_MAX
 from headrace.core.errors import ConfigInvalid
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
+from headrace.core.overtake_limits import OVERTAKE_ROUND_TRIP_MIN_MS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 STORE_CODECS = ("raw", "int8", "fp8")
@@ -54,6 +55,10 @@ class EngineSettings:
     )
     pool_codec: str = setting(
         "raw", "KV in the workers' own pools: raw, int8 or fp8; the store then keeps the pool's bytes (docs/codecs.md)."
+    )
+    load_patience_ms: int = setting(
+        OVERTAKE_ROUND_TRIP_MIN_MS,
+        "A cached prefix may always take this long to arrive, however fast computing it is (docs/routing-live.md).",
     )
     context_tokens_max: int = setting(0, "Longest prompt plus output. 0: the model's own limit.")
     speculation: str = setting(
@@ -258,7 +263,7 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("block_tokens", f"must lie in {BLOCK_TOKENS_MIN}..{BLOCK_TOKENS_MAX}")
     if engine.pool_tokens < 2 * engine.block_tokens:
         raise ConfigInvalid("pool_tokens", "must hold at least two blocks")
-    for key in ("prefill_chunk_tokens", "batch_sequences_max"):
+    for key in ("prefill_chunk_tokens", "batch_sequences_max", "load_patience_ms"):
         if getattr(engine, key) < 1:
             raise ConfigInvalid(key, "must be at least 1")
     if not 1 <= engine.draft_tokens <= DRAFT_TOKENS_MAX:

@@ -40,6 +40,7 @@ def make_config(model: Path, state_dir: Path, **settings: object) -> Config:
             "pool_tokens": 2_048,
             "prefill_chunk_tokens": 64,
             "local_prefill_tokens": 32,
+            "load_patience_ms": 250,  # the model computes in no time, and these tests are about what is reused
             "arena_mb": 16,
             "http_port": 0,
             "grpc_port": 0,

@@ -11,8 +11,9 @@ OVERTAKE_END_MS = 3
 
 # A round trip, from the wish to the first block, is the longest of the last ROUND_TRIPS_KEPT on that way: of equal
 # chances, one healthy load in 33 takes longer. Never less than processes of a host with busy cores may wait for their
-# turn (MIN: some time slices), or quick ways would be left for nothing; and as long as they do where all of them wait
-# (MAX) while fewer than ROUND_TRIPS_KNOWN were measured, since the first ones open connections.
+# turn (MIN: some time slices; `load_patience_ms` asks for more), or quick ways would be left for nothing; and as long
+# as they do where all of them wait (MAX) while fewer than ROUND_TRIPS_KNOWN were measured, since the first ones open
+# connections.
 ROUND_TRIPS_KEPT = 32
 ROUND_TRIPS_KNOWN = 8
 OVERTAKE_ROUND_TRIP_MIN_MS = 20

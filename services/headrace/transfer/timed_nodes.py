@@ -41,7 +41,9 @@ class _Link:
 class LinkTimes:
     """What was measured of each way that was used lately, at most WORKER_LINKS_MAX of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, patience_s: float = OVERTAKE_ROUND_TRIP_MIN_MS / 1000) -> None:
+        """patience_s: no round trip counts as shorter."""
+        self._patience_s = patience_s
         self._links: OrderedDict[Way, _Link] = OrderedDict()
 
     def add(self, node_id: str, via: CacheSource, *, num_bytes: int, seconds: float) -> None:
@@ -63,13 +65,13 @@ class LinkTimes:
 
     def round_trip_s(self, ways: Iterable[Way]) -> float:
         """How long the slowest of these may take for its first block: as long as any lately took, within limits."""
-        longest_s = OVERTAKE_ROUND_TRIP_MIN_MS / 1000
+        longest_s, most_s = self._patience_s, max(self._patience_s, OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
         for way in ways:
             link = self._links.get(way)
             if link is None or len(link.round_trips_s) < ROUND_TRIPS_KNOWN:
-                return OVERTAKE_ROUND_TRIP_MAX_MS / 1000
+                return most_s
             longest_s = max(longest_s, link.silent_s, *link.round_trips_s)
-        return min(longest_s, OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
+        return min(longest_s, most_s)
 
     def links(self) -> tuple[MeasuredLink, ...]:
         """Those that have delivered, as known now, least lately used first."""
@@ -89,8 +91,11 @@ class LinkTimes:
 class TimedStoreNodes:
     """`StoreNodes` over another; `times` has what was measured."""
 
-    def __init__(self, nodes: StoreNodes, clock: Clock) -> None:
-        self.times = LinkTimes()
+    def __init__(
+        self, nodes: StoreNodes, clock: Clock, *, patience_s: float = OVERTAKE_ROUND_TRIP_MIN_MS / 1000
+    ) -> None:
+        """patience_s: as for LinkTimes."""
+        self.times = LinkTimes(patience_s=patience_s)
         self._nodes = nodes
         self._clock = clock
 

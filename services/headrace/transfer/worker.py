@@ -38,6 +38,7 @@ from headrace.core.limits import (
     MEMBER_TTL_MS,
 )
 from headrace.core.members import LearnedCosts, MeasuredLink, WorkerRecord, WorkerRole
+from headrace.core.overtake_limits import OVERTAKE_ROUND_TRIP_MIN_MS
 from headrace.core.ports import Membership, PrefixPool, StoreNodes
 from headrace.core.transfer_budget import TransferBudget
 from headrace.engine.block_pool import Short
@@ -96,14 +97,15 @@ class Worker:
         clock: Clock,
         report_fault: Callable[[CacheFault], None],
         metrics_port: int = 0,
+        load_patience_ms: int = OVERTAKE_ROUND_TRIP_MIN_MS,
     ) -> None:
         """pool: the engine's, in the namespace's layout. nodes: what calls use, metered or not; node_table: its owner,
-        started and stopped with this worker."""
+        started and stopped with this worker. load_patience_ms: a load may always take so long for its first block."""
         self.worker_id = worker_id
         self.engine = engine
         self._pool = pool
         self.nodes = nodes
-        self._timed_nodes = TimedStoreNodes(nodes, clock)
+        self._timed_nodes = TimedStoreNodes(nodes, clock, patience_s=load_patience_ms / 1000)
         self.clock = clock
         self.report_fault = report_fault
         self.layout = engine.model.namespace.layout

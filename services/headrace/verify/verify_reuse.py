@@ -55,6 +55,7 @@ PROMPT_TOKENS_MAX = 1_024
 # The prompt before which KV cache and none are compared; the published figure's text is of this order.
 COMPARED_PROMPT_TOKENS = 256
 COMPANY_TOKENS = 1_024
+LOAD_PATIENCE_MS = 10_000
 # Publication goes on behind the stream's end, and re-registration behind a restart; both take well under a second.
 SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -241,7 +242,13 @@ async def _build_world(config: Config, first: LoadedModel, second: LoadedModel, 
         store_settings = replace(
             config.store, node_id=f"verify-{secrets.token_hex(4)}", arena_mb=arena_mb, store_port=0
         )
-        own = replace(config, store=store_settings, index=replace(config.index, redis_url=redis_url))
+        own = replace(
+            config,
+            # What is compared is what was reused, however fast the model computes.
+            engine=replace(config.engine, load_patience_ms=LOAD_PATIENCE_MS),
+            store=store_settings,
+            index=replace(config.index, redis_url=redis_url),
+        )
         store = parts.enter_context(StoreProcess(store_settings, redis_url=redis_url))
         clock = SystemClock()
         index, membership = RedisIndex(redis_url, clock=clock), RedisMembership(redis_url, clock=clock)
