@@ -1,20 +1,23 @@
 """A model of integers in place of a network: what a token's KV is depends on all KV before it, as it lies in the pool.
 
 So a wrong, stale, misplaced or half-written block changes every token after it, and `expected_answer` says what the
-tokens should have been, at a thousandth of the cost of a network. `CopyingBackup` keeps copies of its blocks.
+tokens should have been, at a thousandth of the cost of a network. It reads everything, or a window of the last tokens.
+`CopyingBackup` keeps copies of its blocks.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from headrace.core.block import HashedPrompt, KvLayout, payload_digest
+from headrace.core.key_window import model_window
 from headrace.engine.engine import Engine, FilledBlock
 from headrace.engine.model_runner import SequenceStep
 
-from .conftest import BLOCK_TOKENS, VOCAB
+from .conftest import BLOCK_TOKENS, VOCAB, make_prompt
 
 LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=BLOCK_TOKENS)  # 8 B a token
 _WORD = 2**64
@@ -34,17 +37,35 @@ def _next(kv: int) -> int:
     return 1 + _mix(kv) % (VOCAB - 1)
 
 
-def expected_answer(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """What follows a prompt, computed without a pool."""
-    sequence, before = list(prompt), 0
-    position = 0
-    while len(sequence) < len(prompt) + num_tokens:
-        kv = _kv(sequence[position], position, before)
-        before = (before + kv * (2 * position + 1)) % _WORD
-        position += 1
-        if position == len(sequence):
-            sequence.append(_next(kv))
-    return tuple(sequence[len(prompt) :])
+def _first_read(position: int, window_tokens: int | None) -> int:
+    """The first position whose KV is read for this one."""
+    return 0 if window_tokens is None else max(0, position - window_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSequence:
+    """A prompt and its answer, and the KV of all their tokens but the last of the answer, which is never computed."""
+
+    token_ids: tuple[int, ...]
+    words: tuple[int, ...]
+
+
+def expected_sequence(prompt: Sequence[int], num_tokens: int, *, window_tokens: int | None = None) -> ExpectedSequence:
+    """What follows a prompt, computed without a pool, of which nothing is ever passed."""
+    sequence, words = list(prompt), list[int]()
+    weighted: list[int] = []
+    while len(words) < len(prompt) + max(0, num_tokens - 1):
+        position = len(words)
+        before = sum(weighted[_first_read(position, window_tokens) :]) % _WORD
+        words.append(_kv(sequence[position], position, before))
+        weighted.append(words[-1] * (2 * position + 1))
+        if len(words) == len(sequence):
+            sequence.append(_next(words[-1]))
+    return ExpectedSequence(tuple(sequence[: len(prompt) + num_tokens]), tuple(words))
+
+
+def expected_answer(prompt: Sequence[int], num_tokens: int, *, window_tokens: int | None = None) -> tuple[int, ...]:
+    return expected_sequence(prompt, num_tokens, window_tokens=window_tokens).token_ids[len(prompt) :]
 
 
 class HashedKV:
@@ -66,10 +87,14 @@ class HashedKV:
 
 
 class HashedRunner:
-    """The runner over it. Counts the rows that it computed."""
+    """The runner over it. `window_tokens`: how many last positions a token reads, itself among them; None for all.
+    Counts the rows that it computed."""
 
-    def __init__(self, kv: HashedKV) -> None:
+    row_multiple = 4  # so that a few drafts cost no row more, as with the real runner
+
+    def __init__(self, kv: HashedKV, *, window_tokens: int | None = None) -> None:
         self._kv = kv
+        self.window_tokens = window_tokens
         self.num_rows = 0
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
@@ -83,21 +108,45 @@ class HashedRunner:
 
     def _compute(self, step: SequenceStep) -> list[int]:
         """Writes the step's KV; returns the tokens that its last `num_logits` rows point at."""
-        words = self._kv.words[list(step.block_ids)].reshape(-1)[: step.start]
-        weights = 2 * np.arange(step.start, dtype=np.uint64) + np.uint64(1)
-        before, points_at = int((words * weights).sum(dtype=np.uint64)), []
+        begin = step.first_block * BLOCK_TOKENS  # earlier positions are not there to be read
+        words = self._kv.words[list(step.block_ids)].reshape(-1)  # [positions of the step's table]
+        weights = 2 * np.arange(begin, begin + len(words), dtype=np.uint64) + np.uint64(1)
+        points_at = []
         for position, token_id in enumerate(step.token_ids, start=step.start):
-            kv = _kv(token_id, position, before)
-            self._kv.words[step.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = kv
-            before = (before + kv * (2 * position + 1)) % _WORD
+            first_read = _first_read(position, self.window_tokens)
+            assert begin <= first_read, "a block that is still read has been given away"
+            read = slice(first_read - begin, position - begin)
+            kv = _kv(token_id, position, int((words[read] * weights[read]).sum(dtype=np.uint64)))
+            words[position - begin] = kv
+            self._kv.words[step.block_ids[(position - begin) // BLOCK_TOKENS], position % BLOCK_TOKENS] = kv
             points_at.append(_next(kv))
         return points_at[len(points_at) - step.num_logits :]
 
 
-def make_hashed_engine(make_engine: Callable[..., Engine], *, num_blocks: int, **settings: object) -> Engine:
+def make_hashed_engine(
+    make_engine: Callable[..., Engine], *, num_blocks: int, window_tokens: int | None = None, **settings: object
+) -> Engine:
     kv = HashedKV(64)
-    runner = HashedRunner(kv)
-    return make_engine(usable_blocks=num_blocks, wrap=lambda _: runner, kv=kv, **settings)
+    runner = HashedRunner(kv, window_tokens=window_tokens)
+    window = model_window((window_tokens,), block_tokens=BLOCK_TOKENS)
+    return make_engine(usable_blocks=num_blocks, wrap=lambda _: runner, kv=kv, window=window, **settings)
+
+
+def runner_of(engine: Engine) -> HashedRunner:
+    """The runner of an engine that `make_hashed_engine` made."""
+    runner = engine.model.runner
+    assert isinstance(runner, HashedRunner)
+    return runner
+
+
+def assert_expected_block(engine: Engine, block: FilledBlock, expected: ExpectedSequence) -> None:
+    """A block that was told is the one of its sequence, by hash and by bytes. The caller holds it."""
+    assert block.block_hash == make_prompt(engine, expected.token_ids).chain[block.position], "it holds other tokens"
+    payload = bytearray(LAYOUT.block_bytes)
+    engine.kv.read_block(block.block_id, memoryview(payload))
+    first = block.position * BLOCK_TOKENS
+    words = np.frombuffer(payload, dtype=np.uint64).tolist()
+    assert tuple(words) == expected.words[first : first + BLOCK_TOKENS], "its bytes are not those of its tokens"
 
 
 class CopyingBackup:
