@@ -13,9 +13,17 @@ The path of a request, as `file:function`:
     gateway/prefill_beside.py:prefill_beside     the prefill attempt, and what becomes of it
     prefill/prefill_prompt.py:prefill_prompt     load what is held, compute the rest, publish
     transfer/load_prefix.py:load_prefix          blocks from device, shared memory or gRPC, verified
+    transfer/load_window.py:load_window          the same for models that look back only so far
     transfer/publish_blocks.py:publish_blocks    bytes first, commit with checksum, index entry last
     transfer/follow_prefill.py:follow_prefill    take the blocks of a prefill as they appear
     decode/decode_tokens.py:decode_tokens        load, compute the remainder, join the batch, stream
+
+Within a worker, step by step:
+
+    engine/schedule_step.py:schedule_step        which rows of which sequences are computed next, and who gives way
+    engine/follow_runs.py:follow_runs            equal beginnings of the same moment are computed once
+    engine/attention.py:paged_attention          a layer's queries over the pages of their sequences
+    engine/sample_token.py:sample_token          the next token, from its own row of logits only
 """
 
 __version__ = "0.1.0"

@@ -10,8 +10,8 @@ A block with a hash is immutable, holds verified bytes and can be found by that 
 parent of every hashed block is hashed too (or it is block 0 of its chain), so a chain is never found with a gap.
 Blocks kept for reuse are evicted longest unused first, and a child before its parent. Where the model reads a window
 only, a prefix is found when its last window is, and blocks are evicted longest unused first whatever stands on them
-(`hash_tree.py`). A block may have a time to live
-(`ttl_s`, infinite for none) that runs from its last use; with several users it stays until nobody's time is left.
+(`hash_tree.py`). A block may have a time to live (`ttl_s`, infinite for none) that runs from its last use; with
+several users it stays until nobody's time is left.
 
 All methods are thread-safe (one lock, held for dictionary work only). Callbacks: `on_freed` runs after the lock is
 released, in the thread that gave blocks back; `on_hashes` runs under the lock, so that a listener sees changes in
