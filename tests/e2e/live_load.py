@@ -89,22 +89,28 @@ def load_while(
     return outcome
 
 
-def wait_until_at_rest(system: LocalSystem) -> None:
+def wait_until_at_rest(system: LocalSystem, *, dead_claims: bool = False) -> None:
     """Nothing runs, waits, is leased or reserved, and every holder's blocks add up to what it has.
 
     Work stops within a second and claims whose end was lost are ended twice a second; what `status` shows is up to 3 s
-    old, and the rest of REST_S is for a busy machine. Much less than a claim lives that nobody ends.
+    old, and the rest of REST_S is for a busy machine. Much less than a claim lives that nobody ends: such are left only
+    by a worker that was killed in the middle of a load (dead_claims).
     """
 
-    def at_rest() -> bool:
-        if any(worker.running or worker.waiting for worker in system.client.status().workers):
-            return False
-        books = system.client.stat()
-        return all(
-            not b.error
-            and b.leased_blocks == b.reserved_blocks == 0
-            and b.free_blocks + b.committed_blocks == b.total_blocks
-            for b in books
-        )
+    within_s = REST_S + dead_claims * LEASE_TTL_MS / 1000
+    moving: list[str] = []
 
-    wait_until(at_rest, within_s=REST_S, what="the system at rest, its books balanced")
+    def at_rest() -> bool:
+        busy = [w for w in system.client.status().workers if w.running or w.waiting]
+        open_books = [
+            b
+            for b in system.client.stat()
+            if b.error or b.leased_blocks or b.reserved_blocks or b.free_blocks + b.committed_blocks != b.total_blocks
+        ]
+        moving[:] = [str(each) for each in (*busy, *open_books)]
+        return not moving
+
+    try:
+        wait_until(at_rest, within_s=within_s, what="the system at rest, its books balanced")
+    except AssertionError as late:
+        raise AssertionError(f"{late}: {moving}") from None

@@ -12,7 +12,6 @@ from dying_parts import (
     pids_of,
     sequences_on,
     stream_while,
-    wait_until_idle,
     wait_until_replaced,
 )
 from live_load import ask, ask_all, cold_ids, make_token_ids, wait_until_at_rest
@@ -45,7 +44,7 @@ def test_twenty_streams_lose_one_of_two_decode_workers_and_only_what_it_had_begu
         assert each.token_ids, "it had no token yet and could be tried again"
     assert len(streams.cut_off) < 20
     wait_until_replaced(system, killed, role="decode", of=2)
-    wait_until_idle(system)
+    wait_until_at_rest(system, dead_claims=True)
 
 
 def gateway_pids(system: LocalSystem) -> set[int]:

@@ -166,6 +166,7 @@ def test_a_stopped_worker_is_given_up_after_a_bounded_wait(system: LocalSystem):
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: worker in system.worker_ids("decode"), within_s=10, what="the worker announced again")
+    time.sleep(2.1)  # one of the gateways has said so; no gateway's list is older than this
     again = system.client.generate("Hello", sampling=SHORT, cache=CacheOptions(decode_worker=worker))
     assert again.decode_worker == worker
 
