@@ -26,8 +26,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.event_stream import FilledBlock
 from headrace.engine.load_drafter import load_drafter
 from headrace.engine.load_model import LoadedModel, load_model
-from headrace.engine.model_runner import ModelRunner
-from headrace.engine.paged_kv import PagedKV
+from headrace.verify.verify_together import with_pool
 
 Report = Callable[[str], None]
 
@@ -136,10 +135,8 @@ def measure_speculation(
         raise InvalidRequest(f"a context of {model.context_tokens_max} has no room for {tokens} tokens", param="tokens")
     clock = SystemClock()
     drafter = load_drafter(model, config.model, engine, clock=clock, report=report)
-    kv = PagedKV(model.kv.layout, model.kv.num_blocks, device=model.kv.device)
-    runner = ModelRunner(model.runner.model, kv, row_multiple=model.runner.row_multiple, threads=model.runner.threads)
     plain = Engine(model, replace(engine, speculation=OFF), clock=clock)
-    drafted = Engine(replace(model, kv=kv, runner=runner), engine, clock=clock, drafter=drafter)
+    drafted = Engine(with_pool(model, num_blocks=model.kv.num_blocks), engine, clock=clock, drafter=drafter)
     rows = asyncio.run(
         _measure(
             _Side(plain, clock), _Side(drafted, clock), tokens=tokens, batches=batches, rounds=rounds, report=report

@@ -11,17 +11,21 @@ from headrace.core.speculation_stats import SpeculationStats
 from headrace.telemetry.metrics import Metrics
 
 
-class StoreCollector:
+class _Undescribed:
+    """What all collectors here answer when the registry asks for their names beforehand."""
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for duplicates: the names are only declared here."""
+        return []
+
+
+class StoreCollector(_Undescribed):
     """A store node's books, tier by tier: slots by state, leases, token lookups and hits."""
 
     def __init__(self, stats: Callable[[], Sequence[HolderStat]], *, metrics: Metrics) -> None:
         """Register with the process's metrics; `stats` is called in the scraping thread and must be safe there."""
         self._stats = stats
         metrics.registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for duplicates: the names are only declared here."""
-        return []
 
     def collect(self) -> Iterable[Metric]:
         """One reading of the books; `free + committed + reserved == total` holds within it."""
@@ -62,7 +66,7 @@ class EngineCounts:
     shared_tokens: int  # taken from another sequence of the batch, instead of being computed
 
 
-class EngineCollector:
+class EngineCollector(_Undescribed):
     """An engine's counts: who gave way, how it came back, and what was computed once for several."""
 
     def __init__(self, counts: Callable[[], EngineCounts], *, role: str, metrics: Metrics) -> None:
@@ -70,10 +74,6 @@ class EngineCollector:
         self._counts = counts
         self._role = role
         metrics.registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for duplicates: the names are only declared here."""
-        return []
 
     def collect(self) -> Iterable[Metric]:
         """One reading of the engine's counts."""
@@ -89,17 +89,13 @@ class EngineCollector:
             yield counter
 
 
-class WorkerCollector:
+class WorkerCollector(_Undescribed):
     """A worker's load: sequences by state and free blocks of its pool."""
 
     def __init__(self, record: Callable[[], WorkerRecord], *, metrics: Metrics) -> None:
         """Register with the process's metrics; `record` is called in the scraping thread and must be safe there."""
         self._record = record
         metrics.registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for duplicates: the names are only declared here."""
-        return []
 
     def collect(self) -> Iterable[Metric]:
         """One reading of the worker's record."""
@@ -114,17 +110,13 @@ class WorkerCollector:
         yield blocks
 
 
-class SpeculationCollector:
+class SpeculationCollector(_Undescribed):
     """What drafts of a worker's engine came to: tokens, and seconds gained and spent by its own measured step times."""
 
     def __init__(self, stats: Callable[[], SpeculationStats], *, metrics: Metrics) -> None:
         """Register with the process's metrics; `stats` is called in the scraping thread and must be safe there."""
         self._stats = stats
         metrics.registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for duplicates: the names are only declared here."""
-        return []
 
     def collect(self) -> Iterable[Metric]:
         """One reading; acceptance is accepted over drafted tokens, net speed is what was gained over what it cost."""
