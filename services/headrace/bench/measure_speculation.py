@@ -7,7 +7,6 @@ in turn; each has the prompts' KV already, so that decoding is what is timed. An
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,12 +19,12 @@ from headrace.config import Config
 from headrace.core.block import HashAlgorithm, HashedPrompt, hash_prompt
 from headrace.core.clock import Clock, Deadline, SystemClock
 from headrace.core.errors import InvalidRequest
-from headrace.core.generation import SamplingParams, TokenDelta
+from headrace.core.generation import SamplingParams
 from headrace.engine.drafter import NGRAM, OFF
 from headrace.engine.engine import Engine
-from headrace.engine.event_stream import FilledBlock
 from headrace.engine.load_drafter import load_drafter
 from headrace.engine.load_model import LoadedModel, load_model
+from headrace.verify.run_requests import answer_prompt
 from headrace.verify.verify_together import with_pool
 
 Report = Callable[[str], None]
@@ -159,22 +158,9 @@ class _Side:
         return time.perf_counter() - started_s, answers
 
     async def _one(self, prompt: HashedPrompt, sampling: SamplingParams) -> list[int]:
-        engine, block_tokens = self.engine, prompt.block_tokens
-        admission = await engine.admit(
-            prompt,
-            num_blocks=len(prompt.token_ids) // block_tokens + 1,
-            use_device=True,
-            deadline=Deadline.after(RUN_TIMEOUT_S, self._clock),
-        )
-        cached_tokens = admission.num_device_blocks * block_tokens
-        answer: list[int] = []
-        async with aclosing(engine.run(admission, cached_tokens=cached_tokens, sampling=sampling)) as events:
-            async for event in events:
-                if isinstance(event, TokenDelta):
-                    answer.append(event.token_id)
-                elif isinstance(event, FilledBlock):
-                    engine.pool.unref(event.block_id)
-        return answer
+        deadline = Deadline.after(RUN_TIMEOUT_S, self._clock)
+        answer = await answer_prompt(self.engine, prompt, sampling=sampling, reuse=True, deadline=deadline)
+        return list(answer.token_ids)
 
 
 async def _measure(

@@ -5,7 +5,6 @@ Owns loading a model for experiments and reading its KV out of the pool. Each ex
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.model_runner import SequenceStep
 from headrace.engine.paged_kv import TORCH_DTYPES
+from headrace.verify.library_text import cut
 
 Report = Callable[[str], None]
 Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows
@@ -54,7 +54,7 @@ def text_tokens(model: LoadedModel, num_tokens: int) -> list[int]:
     """The first tokens of a text without end."""
     tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
     ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    return list(islice(cycle(ids), num_tokens))
+    return cut(ids, 0, num_tokens)
 
 
 def fitting(model: LoadedModel, num_tokens: int, *, least: int) -> int:

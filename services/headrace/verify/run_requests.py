@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from headrace.config import EngineSettings
-from headrace.core.block import hash_prompt
+from headrace.core.block import HashedPrompt, hash_prompt
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.generation import SamplingParams, TokenDelta
 from headrace.engine.drafter import Drafter
@@ -74,7 +74,9 @@ async def run_requests(
 
     try:
         runs = [
-            _run(engine, prompt, sampling=sampling, reuse=reuse, deadline=deadline, on_event=on_event)
+            answer_prompt(
+                engine, _hash(model, prompt), sampling=sampling, reuse=reuse, deadline=deadline, on_event=on_event
+            )
             for prompt in prompts
         ]
         answers = [await run for run in runs] if one_by_one else await asyncio.gather(*runs)
@@ -94,19 +96,19 @@ async def run_requests(
     )
 
 
-async def _run(
+async def answer_prompt(
     engine: Engine,
-    token_ids: Sequence[int],
+    prompt: HashedPrompt,
     *,
     sampling: SamplingParams,
     reuse: bool,
     deadline: Deadline,
-    on_event: Callable[[], None],
+    on_event: Callable[[], None] = lambda: None,
 ) -> Answer:
-    namespace, block_tokens = engine.model.namespace, engine.model.kv.layout.block_tokens
-    prompt = hash_prompt(namespace.id, token_ids, block_tokens=block_tokens, algorithm=namespace.hash_algorithm)
+    """Run one prompt on an engine that runs. reuse: of blocks in its pool, from before and for later."""
+    block_tokens = prompt.block_tokens
     admission = await engine.admit(
-        prompt, num_blocks=-(-len(token_ids) // block_tokens), use_device=reuse, deadline=deadline
+        prompt, num_blocks=len(prompt.token_ids) // block_tokens + 1, use_device=reuse, deadline=deadline
     )
     cached_tokens = admission.num_device_blocks * block_tokens
     deltas = []
@@ -123,3 +125,10 @@ async def _run(
                 case RunFinished(num_reused_blocks=num_blocks):
                     cached_tokens = num_blocks * block_tokens
     return Answer(tuple(deltas), cached_tokens)
+
+
+def _hash(model: LoadedModel, token_ids: Sequence[int]) -> HashedPrompt:
+    namespace = model.namespace
+    return hash_prompt(
+        namespace.id, token_ids, block_tokens=model.kv.layout.block_tokens, algorithm=namespace.hash_algorithm
+    )
