@@ -78,11 +78,16 @@ true
 {{- if and (eq .Values.redis.mode "external") .Values.redis.external.tls -}}true{{- end -}}
 {{- end -}}
 
+{{/* The ACL user in the URL: its name, or the variable that Kubernetes puts it into. */}}
+{{- define "headrace.redisUser" -}}
+{{ ternary "$(HEADRACE_REDIS_USERNAME)" .Values.redis.external.username (ne .Values.redis.external.usernameSecret.name "") }}
+{{- end -}}
+
 {{/* The URL without the password, which Kubernetes puts in from the environment when a container starts. */}}
 {{- define "headrace.redisUrl" -}}
 {{- $redis := .Values.redis -}}
 {{- $scheme := ternary "rediss" "redis" (eq (include "headrace.redisTls" .) "true") -}}
-{{- $user := ternary $redis.external.username "" (eq $redis.mode "external") -}}
+{{- $user := ternary (include "headrace.redisUser" .) "" (eq $redis.mode "external") -}}
 {{- $who := "" -}}
 {{- if $redis.passwordSecret.name -}}
 {{- $who = printf "%s:$(HEADRACE_REDIS_PASSWORD)@" $user -}}
@@ -100,8 +105,11 @@ true
 {{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.passwordSecret.name) -}}
 {{- fail "redis.passwordSecret.name is needed with the bundled Redis: it is never open" -}}
 {{- end -}}
-{{- if and .Values.redis.external.username (not .Values.redis.passwordSecret.name) -}}
-{{- fail "redis.passwordSecret.name is needed with redis.external.username" -}}
+{{- if and (or .Values.redis.external.username .Values.redis.external.usernameSecret.name) (not .Values.redis.passwordSecret.name) -}}
+{{- fail "redis.passwordSecret.name is needed with redis.external.username and usernameSecret" -}}
+{{- end -}}
+{{- if and .Values.redis.external.username .Values.redis.external.usernameSecret.name -}}
+{{- fail "redis.external.username and usernameSecret.name name two users; leave one empty" -}}
 {{- end -}}
 {{- if and .Values.tenants.secretName (ne (toString $s.hash_algorithm) "sha256") -}}
 {{- fail "settings.hash_algorithm must be sha256 with tenants.secretName: tenants might construct collisions" -}}
@@ -114,5 +122,12 @@ true
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs is needed with httpRoute.enabled" -}}
+{{- end -}}
+{{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
+{{- fail "grpcRoute.parentRefs is needed with grpcRoute.enabled" -}}
+{{- end -}}
+{{- $public := or .Values.ingress.enabled .Values.httpRoute.enabled .Values.grpcRoute.enabled (ne .Values.service.type "ClusterIP") -}}
+{{- if and $public (not .Values.tenants.secretName) -}}
+{{- fail "tenants.secretName is needed with ingress, httpRoute, grpcRoute or a service.type that is reached from outside: without keys whoever comes in may use and empty the cache" -}}
 {{- end -}}
 {{- end -}}

@@ -34,8 +34,23 @@
       name: {{ $values.redis.passwordSecret.name }}
       key: {{ $values.redis.passwordSecret.key }}
 {{- end }}
+{{- $external := eq $values.redis.mode "external" }}
+{{- if and $external $values.redis.external.usernameSecret.name }}
+- name: HEADRACE_REDIS_USERNAME
+  valueFrom:
+    secretKeyRef:
+      name: {{ $values.redis.external.usernameSecret.name }}
+      key: {{ $values.redis.external.usernameSecret.key }}
+{{- end }}
 - name: HEADRACE_REDIS_URL
+  {{- if and $external $values.redis.external.urlSecret.name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ $values.redis.external.urlSecret.name }}
+      key: {{ $values.redis.external.urlSecret.key }}
+  {{- else }}
   value: {{ include "headrace.redisUrl" . | quote }}
+  {{- end }}
 {{- if and $values.ray.gcsFaultTolerance (include "headrace.redisTls" .) $values.redis.external.caSecret.name }}
 - name: RAY_REDIS_CA_CERT
   value: /etc/headrace/redis-ca/{{ $values.redis.external.caSecret.key }}

@@ -23,6 +23,7 @@ Manifest = dict[str, Any]
 EVERYTHING: Values = {
     "ingress": {"enabled": True, "className": "nginx", "tlsSecret": "headrace-tls", "annotations": {"a/b": "c"}},
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "outer"}], "hostnames": ["headrace.example"]},
+    "grpcRoute": {"enabled": True, "parentRefs": [{"name": "outer"}], "hostnames": ["grpc.headrace.example"]},
     "monitoring": {
         "serviceMonitor": {"enabled": True, "apiKeySecret": "headrace-admin"},
         "prometheusRule": {"enabled": True},
@@ -49,6 +50,17 @@ EXTERNAL_REDIS: Values = {
         "external": {"host": "redis.example", "tls": True, "username": "headrace", "caSecret": {"name": "redis-ca"}},
     },
     "networkPolicies": {"redis": [{"ipBlock": {"cidr": "10.0.0.2/32"}}]},
+}
+# An external Redis of which nothing but where it is stands in the values.
+REDIS_BY_SECRETS: Values = {
+    "redis": {
+        "mode": "external",
+        "external": {
+            "host": "redis.example",
+            "usernameSecret": {"name": "redis-user"},
+            "urlSecret": {"name": "redis-url"},
+        },
+    }
 }
 LAPTOP: Values = {"head": {"runsWork": True}, "settings": {"gateways": 1}, "decodePods": {"gpusPerPod": 1}}
 TOGETHER: Values = {"workersTogether": True, "decodePods": {"gpusPerPod": 2}}

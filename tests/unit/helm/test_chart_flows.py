@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2
 from prometheus_client import generate_latest
 from rendered_chart import (
     CHART,
@@ -26,6 +27,7 @@ from rendered_chart import (
 
 from headrace.admin.cli import main
 from headrace.telemetry.metrics import Metrics
+from headrace.wire.v1 import admin_pb2, inference_pb2
 
 RAY_PORTS = {6379, 8265, 10001, 52365}
 # Ray drains its node for so long before it ends, when its container is told to end.
@@ -93,11 +95,30 @@ def test_services_and_routes_lead_to_the_gateways_two_ports_only(name: str):
     assert [port["targetPort"] for port in service["ports"]] == [8000, 9000]
     matching = [c for c, labels in labels_of_pods(name).items() if service["selector"].items() <= labels.items()]
     assert matching == ["head" if "gateway" not in labels_of_pods(name) else "gateway"]
-    for kind in ("Ingress", "HTTPRoute"):
+    for kind in ("Ingress", "HTTPRoute", "GRPCRoute"):
         for manifest in (m for m in manifests if m["kind"] == kind):
             assert "metrics" not in json.dumps(manifest["spec"])
     kinds = [m["spec"].get("type", "ClusterIP") for m in manifests if m["kind"] == "Service"]
     assert set(kinds) == {"ClusterIP"}
+
+
+def grpc_services(admin: bool) -> set[str]:
+    route = one(render(merged(EVERYTHING, {"grpcRoute": {"admin": admin}})), "GRPCRoute")["spec"]
+    (rule,) = route["rules"]
+    assert [backend["port"] for backend in rule["backendRefs"]] == [9000]
+    return {match["method"]["service"] for match in rule["matches"]}
+
+
+def test_the_grpc_route_carries_services_that_gateways_have_and_admins_calls_only_when_asked():
+    """Fails for a service under another name, or when whoever is outside could try an admin's calls unasked."""
+    named = {
+        service.full_name
+        for proto in (inference_pb2, admin_pb2, health_pb2)
+        for service in proto.DESCRIPTOR.services_by_name.values()
+    }
+    assert grpc_services(admin=True) <= named
+    assert grpc_services(admin=True) - grpc_services(admin=False) == {"headrace.v1.CacheAdmin"}
+    assert "headrace.v1.Inference" in grpc_services(admin=False)
 
 
 @each

@@ -19,6 +19,7 @@ from rendered_chart import (
     EXTERNAL_REDIS,
     GOLDEN,
     LAPTOP,
+    REDIS_BY_SECRETS,
     ROOT,
     SIZES,
     TOGETHER,
@@ -42,12 +43,13 @@ from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMEN
 # KubeRay's definitions lie beside a checkout of some, and are no part of this repository.
 KUBERAY_CRDS = ROOT.parent / "shared" / "kuberay-crds"
 # Kinds of which neither Kubernetes' schemas nor KubeRay's tell.
-WITHOUT_SCHEMA = {"HTTPRoute", "ServiceMonitor", "PrometheusRule"}
+WITHOUT_SCHEMA = {"HTTPRoute", "GRPCRoute", "ServiceMonitor", "PrometheusRule"}
 
 RENDERS: dict[str, Values] = {
     **{name: size(name) for name in SIZES},
     "everything": EVERYTHING,
     "everything-external": merged(EVERYTHING, EXTERNAL_REDIS),
+    "everything-by-secrets": merged(EVERYTHING, REDIS_BY_SECRETS),
     "everything-laptop": merged(EVERYTHING, LAPTOP),
     "everything-together": merged(EVERYTHING, TOGETHER),
 }
@@ -119,9 +121,10 @@ def test_serve_and_headrace_take_the_config_that_the_service_carries(name: str, 
     pods = ray_pods(rendered(name))
     assert "redis_url" not in app.args
     variables = {v["name"]: v.get("value") for v in pods["head"]["spec"]["containers"][0]["env"]}
-    monkeypatch.setenv("HEADRACE_REDIS_URL", variables["HEADRACE_REDIS_URL"])
+    url = variables["HEADRACE_REDIS_URL"] or "redis://from.a.secret:6379"
+    monkeypatch.setenv("HEADRACE_REDIS_URL", url)
     settings = serve_app(app.args)._bound_deployment.init_args[0]
-    assert settings["redis_url"] == variables["HEADRACE_REDIS_URL"]
+    assert settings["redis_url"] == url
     assert variables[CALLBACK_VARIABLE] == CALLBACK
     # A deployment's options in a config replace those of the code, so the pods bring what those had.
     assert TORCH_ENVIRONMENT.items() <= variables.items()
@@ -200,9 +203,33 @@ def test_no_secret_is_in_plain_text(name: str):
     for variable in (v for pod in pods for c in pod["spec"]["containers"] for v in c.get("env", [])):
         if any(word in variable["name"] for word in ("PASSWORD", "TOKEN", "KEY", "AUTH")) and "value" in variable:
             assert variable["name"] == "TOKENIZERS_PARALLELISM"
-        if "REDIS_URL" in variable["name"]:
+        if "REDIS_URL" in variable["name"] and "value" in variable:
             password = variable["value"].rpartition("@")[0].rpartition(":")[2]
             assert password in ("", "$(HEADRACE_REDIS_PASSWORD)")
+
+
+def test_the_url_and_the_user_of_a_redis_can_come_from_secrets():
+    """For the index and for Ray's own store; fails when either stands in the manifest instead."""
+    pod = ray_pods(rendered("everything-by-secrets"))["decode"]
+    sources = {
+        v["name"]: v["valueFrom"]["secretKeyRef"] for v in pod["spec"]["containers"][0]["env"] if "valueFrom" in v
+    }
+    assert sources["HEADRACE_REDIS_URL"] == {"name": "redis-url", "key": "url"}
+    assert sources["HEADRACE_REDIS_USERNAME"] == {"name": "redis-user", "key": "username"}
+    store = one(rendered("everything-by-secrets"), "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert store["redisUsername"] == {"valueFrom": {"secretKeyRef": {"name": "redis-user", "key": "username"}}}
+
+
+def test_without_a_secret_url_the_user_of_a_secret_goes_into_the_url():
+    values = {"redis": {**REDIS_BY_SECRETS["redis"], "external": {**REDIS_BY_SECRETS["redis"]["external"]}}}
+    del values["redis"]["external"]["urlSecret"]
+    (container,) = ray_pods(render(values))["decode"]["spec"]["containers"]
+    (url,) = (v["value"] for v in container["env"] if v["name"] == "HEADRACE_REDIS_URL")
+    assert url == "redis://$(HEADRACE_REDIS_USERNAME):$(HEADRACE_REDIS_PASSWORD)@redis.example:6379/0"
+    names = [v["name"] for v in container["env"]]
+    # Kubernetes puts in only what it has read before.
+    assert names.index("HEADRACE_REDIS_USERNAME") < names.index("HEADRACE_REDIS_URL")
+    assert names.index("HEADRACE_REDIS_PASSWORD") < names.index("HEADRACE_REDIS_URL")
 
 
 @each_render
@@ -224,7 +251,17 @@ def test_ray_asks_for_its_token(name: str):
         ({"tenants": {"secretName": "t"}}, "hash_algorithm"),
         ({"redis": {"mode": "external"}}, "external.host"),
         ({"redis": {"passwordSecret": {"name": ""}}}, "never open"),
-        ({"httpRoute": {"enabled": True}}, "parentRefs"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
+        ({"grpcRoute": {"enabled": True}}, "grpcRoute.parentRefs"),
+        ({"ingress": {"enabled": True}}, "without keys"),
+        ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "outer"}]}}, "without keys"),
+        ({"grpcRoute": {"enabled": True, "parentRefs": [{"name": "outer"}]}}, "without keys"),
+        ({"service": {"type": "LoadBalancer"}}, "without keys"),
+        (
+            {"redis": {"mode": "external", "external": {"host": "h", "username": "u"}, "passwordSecret": {"name": ""}}},
+            "passwordSecret",
+        ),
+        ({"redis": {"external": {"username": "u", "usernameSecret": {"name": "s"}}}}, "two users"),
     ],
 )
 def test_values_that_are_unknown_or_impossible_are_refused_by_name(values: Values, named: str):
@@ -289,7 +326,13 @@ def value_paths() -> list[tuple[str, Any]]:
 def test_every_value_changes_the_render(path: str, default: Any):
     """Fails for a value that no template reads. Some are read only where another is set, so several bases are tried."""
     candidates = generator().CHOICES.get(path) or changed(default)
-    for base in ({}, EVERYTHING, merged(EVERYTHING, EXTERNAL_REDIS), merged(EVERYTHING, TOGETHER)):
+    for base in (
+        {},
+        EVERYTHING,
+        merged(EVERYTHING, EXTERNAL_REDIS),
+        merged(EVERYTHING, TOGETHER),
+        merged(EVERYTHING, REDIS_BY_SECRETS),
+    ):
         before = base_text(json.dumps(base))
         for candidate in candidates:
             override: Any = candidate

@@ -3,7 +3,7 @@
 import asyncio
 
 import httpx
-from rendered_chart import ray_pods, render
+from rendered_chart import EVERYTHING, ray_pods, render
 from tiny_gateway import make_worker_record, tiny_gateway, write_tokenizer
 
 from headrace.gateway.openai_http import build_http_app
@@ -40,9 +40,7 @@ async def test_a_gateway_is_ready_when_a_worker_could_answer(tmp_path):
 
 async def test_the_paths_that_ingress_and_route_carry_are_the_gateways(tmp_path):
     """Fails for a path that leads nowhere, or when `/` (and so the metrics) is carried."""
-    manifests = render(
-        {"ingress": {"enabled": True}, "httpRoute": {"enabled": True, "parentRefs": [{"name": "outer"}]}}
-    )
+    manifests = render(EVERYTHING)
     ingress = next(m for m in manifests if m["kind"] == "Ingress")["spec"]["rules"][0]["http"]["paths"]
     route = next(m for m in manifests if m["kind"] == "HTTPRoute")["spec"]["rules"][0]["matches"]
     assert {path["path"] for path in ingress} == {match["path"]["value"] for match in route}
