@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
+from patient_redis import patient_index, patient_membership
 from settled_mirror import SettledMirror
 
 from headrace.core.ports import BlockIndex, Membership
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
-from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 
 
 class SettableClock:
@@ -57,8 +56,8 @@ async def under_test(implementation: str, request: pytest.FixtureRequest) -> Asy
         await asyncio.sleep(ms / 1000)
 
     url = request.getfixturevalue("empty_valkey_url")
-    index = RedisIndex(url) if implementation == "redis" else SettledMirror(url)
-    redis_membership = RedisMembership(url)
+    index = patient_index(url) if implementation == "redis" else SettledMirror(url)
+    redis_membership = patient_membership(url)
     yield IndexUnderTest(index, redis_membership, sleep)
     await index.close()
     await redis_membership.close()

@@ -1,10 +1,11 @@
 """A mirror of the index that is driven by hand, so that it has heard of everything before it answers."""
 
+from patient_redis import patient_index, patient_mirror
+
 from headrace.core.block import Chain, NamespaceId
 from headrace.core.clock import SystemClock
 from headrace.core.members import PrefixMatch
-from headrace.index.index_mirror import IndexMirror, Pace
-from headrace.index.redis_index import RedisIndex
+from headrace.index.index_mirror import Pace
 
 AT_ONCE = Pace(wait_ms=0, gather_ms=0, liveness_ms=0, audit_ms=0, reread_ms=0, retry_ms=0)
 STEPS_MAX = 300
@@ -15,9 +16,9 @@ class SettledMirror:
     Everything else is the mirror's."""
 
     def __init__(self, url: str) -> None:
-        self._redis = RedisIndex(url)
+        self._redis = patient_index(url)
         self._clock = SystemClock()
-        self.mirror = IndexMirror(self._redis, url, clock=self._clock, pace=AT_ONCE)
+        self.mirror = patient_mirror(self._redis, url, clock=self._clock, pace=AT_ONCE)
         self.register = self.mirror.register
         self.deregister = self.mirror.deregister
         self.sweep = self.mirror.sweep

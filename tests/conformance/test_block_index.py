@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from patient_redis import patient_connections, patient_index, patient_membership
 
 from headrace.core.block import BlockHash, Chain, HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.clock import SystemClock
@@ -20,9 +21,6 @@ from headrace.core.index_limits import INDEX_BATCH_BLOCKS
 from headrace.core.limits import CHAIN_BLOCKS_MAX
 from headrace.core.members import NO_MATCH, StoreNodeRecord
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
-from headrace.index.redis_connections import RedisConnections
-from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 
 NAMESPACE = NamespaceId("0f" * 16)
 OTHER_NAMESPACE = NamespaceId("1e" * 16)
@@ -266,8 +264,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.memory_members = MemoryMembership(SystemClock())
         self.memory = MemoryIndex(self.memory_members)
-        self.redis_members = RedisMembership(url)
-        self.redis = RedisIndex(url)
+        self.redis_members = patient_membership(url)
+        self.redis = patient_index(url)
         self.last_incarnation = {A: 0, B: 0}
         self.alive: dict[HolderId, int] = {}
         self.entries: dict[tuple[HolderId, BlockHash], int] = {}
@@ -284,7 +282,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def start_empty(self) -> None:
         async def flush() -> None:
-            connections = RedisConnections(self.url, connections_max=1, clock=SystemClock())
+            connections = patient_connections(self.url, connections_max=1, clock=SystemClock())
             async with connections.call() as redis:
                 await redis.round_trip(("FLUSHALL",))
             await connections.close()

@@ -6,6 +6,7 @@ from functools import partial
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from patient_redis import patient_connections, patient_index, patient_membership
 from settled_mirror import SettledMirror
 
 from headrace.core.block import Chain, HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
@@ -14,9 +15,6 @@ from headrace.core.errors import IndexUnavailable
 from headrace.core.index_limits import INDEX_SHARDS
 from headrace.core.members import StoreNodeRecord
 from headrace.index import redis_keys
-from headrace.index.redis_connections import RedisConnections
-from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 
 Sequence = tuple[int, ...]
 
@@ -65,8 +63,8 @@ class MirrorMachine(RuleBasedStateMachine):
         super().__init__()
         self.url = url
         self.runner = asyncio.Runner()
-        self.raw = RedisConnections(url, connections_max=1, clock=SystemClock())
-        self.members, self.redis = RedisMembership(url), RedisIndex(url)
+        self.raw = patient_connections(url, connections_max=1, clock=SystemClock())
+        self.members, self.redis = patient_membership(url), patient_index(url)
         self.mirrors = [SettledMirror(url), SettledMirror(url)]
         self.last_incarnation = dict.fromkeys(HOLDERS, 0)
         self.alive: dict[HolderId, int] = {}

@@ -44,6 +44,7 @@ from headrace.core.index_limits import (
     INDEX_MIRROR_START_MS,
     INDEX_MIRROR_WAIT_MS,
     INDEX_RETRY_MS,
+    INDEX_TIMEOUT_MS,
     MEMBERS_MAX,
 )
 from headrace.core.members import NO_MATCH, PrefixMatch
@@ -102,11 +103,13 @@ class IndexMirror:
         clock: Clock | None = None,
         blocks_max: int = INDEX_MIRROR_BLOCKS_MAX,
         pace: Pace | None = None,
+        timeout_ms: int = INDEX_TIMEOUT_MS,
     ) -> None:
-        """index: the same Redis, for writing and for what the mirror does not answer. Raises ConfigInvalid."""
+        """index: the same Redis, for writing and for what the mirror does not answer. timeout_ms: of each call to
+        it. Raises ConfigInvalid."""
         self._index = index
         self._clock = clock or SystemClock()
-        self._changes = RedisChanges(redis_url, clock=self._clock)
+        self._changes = RedisChanges(redis_url, clock=self._clock, timeout_ms=timeout_ms)
         self._pace = pace or Pace()
         self._blocks_max = blocks_max
         self._state = _State.BEGINNING

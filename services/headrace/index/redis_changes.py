@@ -23,6 +23,7 @@ from headrace.core.index_limits import (
     INDEX_MIRROR_PAGE_ENTRIES,
     INDEX_MIRROR_PAGE_KEYS,
     INDEX_SHARDS,
+    INDEX_TIMEOUT_MS,
     MEMBERS_MAX,
 )
 from headrace.core.limits import MEMBER_TTL_MS
@@ -92,9 +93,9 @@ class Happened:
 class RedisChanges:
     """A reader of the index's events and entries. One instance per event loop; connects when first used."""
 
-    def __init__(self, redis_url: str, *, clock: Clock) -> None:
+    def __init__(self, redis_url: str, *, clock: Clock, timeout_ms: int = INDEX_TIMEOUT_MS) -> None:
         self._clock = clock
-        self._redis = RedisConnections(redis_url, connections_max=1, clock=clock)
+        self._redis = RedisConnections(redis_url, connections_max=1, clock=clock, timeout_ms=timeout_ms)
         self._junk = JunkCount(clock)
 
     async def read_marks(self) -> Marks:

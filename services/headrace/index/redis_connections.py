@@ -2,8 +2,9 @@
 
 Rules kept here, so that `redis_index` and `redis_membership` are only about their keys:
 
-- Every call ends within INDEX_TIMEOUT_MS, waiting for a connection and connecting included. Nothing is retried. When
-  our own event loop stood still, that is not Redis being slow: the call gets INDEX_STALL_GRACE_MS more.
+- Every call ends within INDEX_TIMEOUT_MS, or what else was asked for, waiting for a connection and connecting included.
+  Nothing is retried. When our own event loop stood still, that is not Redis being slow: the call gets
+  INDEX_STALL_GRACE_MS more.
 - Every failure of Redis leaves as IndexUnavailable; after a timeout or a lost connection a circuit breaker answers for
   a while. A refusal (out of memory, read-only replica) comes at once and therefore does not open it.
 - A connection with an unread reply is closed, whoever was cancelled where: nobody can get another caller's reply.
@@ -98,8 +99,10 @@ class RedisCall:
 class RedisConnections:
     """Owner of this process's connections to one Redis for one purpose."""
 
-    def __init__(self, redis_url: str, *, connections_max: int, clock: Clock) -> None:
-        """Connects when first used. Raises ConfigInvalid when the URL cannot be read."""
+    def __init__(
+        self, redis_url: str, *, connections_max: int, clock: Clock, timeout_ms: int = INDEX_TIMEOUT_MS
+    ) -> None:
+        """Connects when first used. timeout_ms: of each call. Raises ConfigInvalid when the URL cannot be read."""
         try:
             # Used for reading the URL and making connections only. RESP2 without client information: a new connection
             # needs no round trip before its first command (with a password or a database number it needs one).
@@ -117,6 +120,7 @@ class RedisConnections:
         self._slots = asyncio.Semaphore(connections_max)
         self._idle: list[AbstractConnection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._timeout_ms = timeout_ms
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[RedisCall]:
@@ -126,7 +130,7 @@ class RedisConnections:
         if ticket is None:
             raise IndexUnavailable("Redis failed a moment ago and is left alone for now")
         try:
-            async with _answer_time(), self._slots:
+            async with _answer_time(self._timeout_ms), self._slots:
                 connection = self._idle.pop() if self._idle else self._factory.make_connection()
                 call, is_ready = RedisCall(connection), False
                 try:
@@ -161,7 +165,7 @@ class RedisConnections:
             _log.warning("Redis answers again")
 
     def _failed(self, ticket: Ticket, error: Exception) -> IndexUnavailable:
-        why = f"no answer in {INDEX_TIMEOUT_MS} ms" if isinstance(error, TimeoutError) else f"{error}"
+        why = f"no answer in {self._timeout_ms} ms" if isinstance(error, TimeoutError) else f"{error}"
         if self._breaker.failed(ticket):
             _log.warning("Redis is unavailable (%s); requests go on without reuse until it answers again", why)
         return IndexUnavailable(why)
@@ -174,14 +178,14 @@ class RedisConnections:
 
 
 @asynccontextmanager
-async def _answer_time() -> AsyncIterator[None]:
-    """Raises TimeoutError when the block takes longer than INDEX_TIMEOUT_MS.
+async def _answer_time(timeout_ms: int) -> AsyncIterator[None]:
+    """Raises TimeoutError when the block takes longer than that.
 
     A plain `asyncio.timeout` would also fire when the loop was blocked for that long and the reply has been in the
     socket all the while: the timer runs before the task that would read it.
     """
     loop = asyncio.get_running_loop()
-    due_s = loop.time() + INDEX_TIMEOUT_MS / 1000
+    due_s = loop.time() + timeout_ms / 1000
     grace_s = INDEX_STALL_GRACE_MS / 1000
     async with asyncio.timeout(None) as timeout:
 

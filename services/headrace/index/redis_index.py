@@ -23,6 +23,7 @@ from headrace.core.index_limits import (
     INDEX_EVENT_BLOCKS_MAX,
     INDEX_EVENTS_MAX,
     INDEX_HOLDERS_MAX,
+    INDEX_TIMEOUT_MS,
     SWEEP_PAGE_KEYS,
     SWEEP_PAGES_MAX,
 )
@@ -56,9 +57,11 @@ _REMOVE_DEAD = Script("remove_dead", after="append_event")
 class RedisIndex:
     """The index in Redis. One instance per event loop; connects when first used."""
 
-    def __init__(self, redis_url: str, *, clock: Clock | None = None) -> None:
+    def __init__(self, redis_url: str, *, clock: Clock | None = None, timeout_ms: int = INDEX_TIMEOUT_MS) -> None:
         clock = clock or SystemClock()
-        self._redis = RedisConnections(redis_url, connections_max=INDEX_CONNECTIONS_MAX, clock=clock)
+        self._redis = RedisConnections(
+            redis_url, connections_max=INDEX_CONNECTIONS_MAX, clock=clock, timeout_ms=timeout_ms
+        )
         self._junk = JunkCount(clock)
         self._sweep_cursor = 0
 

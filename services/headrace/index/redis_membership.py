@@ -16,6 +16,7 @@ from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import IndexUnavailable
 from headrace.core.index_limits import (
     FORGET_MEMBERS_PER_ANNOUNCE,
+    INDEX_TIMEOUT_MS,
     MEMBER_RECORD_BYTES_MAX,
     MEMBERS_MAX,
     MEMBERSHIP_CONNECTIONS_MAX,
@@ -44,9 +45,11 @@ _PROBE = Script("probe")
 class RedisMembership:
     """Records under a TTL in Redis. One instance per event loop; connects when first used."""
 
-    def __init__(self, redis_url: str, *, clock: Clock | None = None) -> None:
+    def __init__(self, redis_url: str, *, clock: Clock | None = None, timeout_ms: int = INDEX_TIMEOUT_MS) -> None:
         self._clock = clock = clock or SystemClock()
-        self._redis = RedisConnections(redis_url, connections_max=MEMBERSHIP_CONNECTIONS_MAX, clock=clock)
+        self._redis = RedisConnections(
+            redis_url, connections_max=MEMBERSHIP_CONNECTIONS_MAX, clock=clock, timeout_ms=timeout_ms
+        )
         self._junk = JunkCount(clock)
         self._unconfirmed: set[HolderId] = set()  # own records of which the last announcement's outcome is not known
         self._mark = mark_key(secrets.token_hex(8))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from httpx import ASGITransport, AsyncClient
+from patient_redis import patient_index, patient_membership
 from tiny_gateway import NODE, TinyCalls, TinyWorker, make_worker_record
 
 from headrace.compose import Gateway, build_gateway
@@ -86,7 +87,7 @@ async def two_gateways(url: str, model_path: str, tmp_path: Path):
         {"redis_url": url, "tenants_file": str(tenants), "hash_algorithm": "sha256", "local_prefill_tokens": 8},
         environ={},
     )
-    membership, index = RedisMembership(url), RedisIndex(url)
+    membership, index = patient_membership(url), patient_index(url)
     for record in (NODE, *(replace(each, model_path=model_path) for each in WORKERS)):
         await membership.announce(record, ttl_ms=100 * MEMBER_TTL_MS)
     calls = TinyCalls({record.worker_id: TinyWorker(record, clock=SystemClock()) for record in WORKERS}, index)

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from patient_redis import patient_connections
 
 from headrace.core.clock import SystemClock
 from headrace.index.embedded_valkey import EmbeddedValkey
-from headrace.index.redis_connections import RedisConnections
 
 SendRaw = Callable[..., Awaitable[Any]]
 
@@ -21,7 +21,7 @@ def own_server() -> Iterator[EmbeddedValkey]:
 @pytest.fixture
 async def send_raw(empty_valkey_url: str) -> AsyncIterator[SendRaw]:
     """Send any command to the shared, emptied server."""
-    connections = RedisConnections(empty_valkey_url, connections_max=1, clock=SystemClock())
+    connections = patient_connections(empty_valkey_url, connections_max=1, clock=SystemClock())
 
     async def send(*command: bytes | str | int) -> Any:
         async with connections.call() as redis:

@@ -1,6 +1,7 @@
 """Every change of the index is also an event, numbered without a gap for each holder and incarnation."""
 
 import pytest
+from patient_redis import patient_index
 
 from headrace.core.block import HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.index_limits import INDEX_EVENT_BLOCKS_MAX, INDEX_EVENTS_MAX
@@ -17,7 +18,7 @@ STREAM, NUMBERS = redis_keys.events_key(SHARD), redis_keys.numbers_key(SHARD)
 
 @pytest.fixture
 async def index(empty_valkey_url):
-    index = RedisIndex(empty_valkey_url)
+    index = patient_index(empty_valkey_url)
     yield index
     await index.close()
 

@@ -2,6 +2,7 @@
 
 import msgpack
 import pytest
+from patient_redis import patient_index, patient_membership
 
 from headrace.core.block import HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.index_limits import MEMBER_RECORD_BYTES_MAX
@@ -9,7 +10,6 @@ from headrace.core.members import StoreNodeRecord
 from headrace.index import redis_keys
 from headrace.index.member_records import encode_record
 from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 
 NAMESPACE = NamespaceId("0f" * 16)
 CHAIN = hash_prompt(NAMESPACE, range(8), block_tokens=1, algorithm=HashAlgorithm.XXH3_128).chain
@@ -24,14 +24,14 @@ def key_of(depth: int) -> bytes:
 
 @pytest.fixture
 async def index(empty_valkey_url):
-    index = RedisIndex(empty_valkey_url)
+    index = patient_index(empty_valkey_url)
     yield index
     await index.close()
 
 
 @pytest.fixture
 async def membership(empty_valkey_url):
-    membership = RedisMembership(empty_valkey_url)
+    membership = patient_membership(empty_valkey_url)
     yield membership
     await membership.close()
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import pytest
+from patient_redis import patient_index, patient_membership
 
 from headrace.core.block import HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.limits import CHAIN_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord
-from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 
 NAMESPACE = NamespaceId("0f" * 16)
 HOLDERS = 40
@@ -58,7 +57,7 @@ class CountingProxy:
 async def test_the_longest_chain_over_many_holders_takes_two_round_trips(empty_valkey_url, send_raw, algorithm):
     # Fails when a probe, a holder or a liveness record costs a round trip of its own.
     chain = hash_prompt(NAMESPACE, range(CHAIN_BLOCKS_MAX), block_tokens=1, algorithm=algorithm).chain
-    writer, membership = RedisIndex(empty_valkey_url), RedisMembership(empty_valkey_url)
+    writer, membership = patient_index(empty_valkey_url), patient_membership(empty_valkey_url)
     expected = {}
     for number in range(HOLDERS):
         node = StoreNodeRecord(
@@ -72,7 +71,7 @@ async def test_the_longest_chain_over_many_holders_takes_two_round_trips(empty_v
         )
     await send_raw("SCRIPT", "FLUSH")
     async with CountingProxy(urlsplit(empty_valkey_url).port) as proxy:
-        index = RedisIndex(f"redis://127.0.0.1:{proxy.port}/0")
+        index = patient_index(f"redis://127.0.0.1:{proxy.port}/0")
         for round_trips in (3, 2, 2):  # the first sends the script
             proxy.round_trips = 0
             match = await index.longest_prefix(NAMESPACE, chain)
@@ -86,7 +85,7 @@ async def test_the_longest_chain_over_many_holders_takes_two_round_trips(empty_v
 async def test_a_chain_that_nobody_has_takes_one_round_trip(empty_valkey_url):
     chain = hash_prompt(NAMESPACE, range(100), block_tokens=1, algorithm=HashAlgorithm.XXH3_128).chain
     async with CountingProxy(urlsplit(empty_valkey_url).port) as proxy:
-        index = RedisIndex(f"redis://127.0.0.1:{proxy.port}/0")
+        index = patient_index(f"redis://127.0.0.1:{proxy.port}/0")
         await index.longest_prefix(NAMESPACE, chain)
         proxy.round_trips = 0
         assert (await index.longest_prefix(NAMESPACE, chain)).num_blocks_by_holder == {}
@@ -97,7 +96,7 @@ async def test_a_chain_that_nobody_has_takes_one_round_trip(empty_valkey_url):
 async def test_a_lookup_touches_few_keys_on_the_server(empty_valkey_url, send_raw):
     # Fails when the script walks the chain: 8,192 probes for one holder instead of 2 + log2(8,192).
     chain = hash_prompt(NAMESPACE, range(CHAIN_BLOCKS_MAX), block_tokens=1, algorithm=HashAlgorithm.XXH3_128).chain
-    index = RedisIndex(empty_valkey_url)
+    index = patient_index(empty_valkey_url)
     await index.register(
         holder=HolderId("node:a"), incarnation=1, tier=Tier.HOST, namespace=NAMESPACE, blocks=chain[:5_000]
     )

@@ -1,12 +1,11 @@
 """Members that Redis lost, or could not take, are not dead; members that left are."""
 
 import pytest
+from patient_redis import patient_connections, patient_membership
 
 from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord
-from headrace.index.redis_connections import RedisConnections
-from headrace.index.redis_membership import RedisMembership
 
 TTL_S = MEMBER_TTL_MS / 1000
 A, B = (StoreNodeRecord(node_id=n, incarnation=1, host="h", address="x:1", arena_path="/a", pid=1) for n in "ab")
@@ -30,8 +29,8 @@ class Setting:
 
     def __init__(self, url: str) -> None:
         self.clock = HandClock()
-        self.reader, self.members = RedisMembership(url, clock=self.clock), RedisMembership(url)
-        self.server = RedisConnections(url, connections_max=1, clock=self.clock)
+        self.reader, self.members = patient_membership(url, clock=self.clock), patient_membership(url)
+        self.server = patient_connections(url, connections_max=1, clock=self.clock)
 
     async def announce(self, *records: StoreNodeRecord) -> None:
         for record in records:

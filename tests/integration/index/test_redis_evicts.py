@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from patient_redis import patient_connections, patient_index, patient_membership
 from store_kit import StoreKit, make_kit, make_prompt
 
 from headrace.core.block import BlockHash, NamespaceId
@@ -14,7 +15,6 @@ from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.index.redis_connections import RedisConnections
 from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 from headrace.store.announce_node import announce_node
 from headrace.store.register_blocks import PendingChanges, register_blocks
 
@@ -24,7 +24,7 @@ PROMPTS = [make_prompt(number, 4) for number in range(50)]
 
 @pytest.fixture
 async def redis(own_server) -> AsyncIterator[RedisConnections]:
-    connections = RedisConnections(own_server.url, connections_max=1, clock=CLOCK)
+    connections = patient_connections(own_server.url, connections_max=1, clock=CLOCK)
     yield connections
     await connections.close()
 
@@ -39,7 +39,7 @@ async def send(redis: RedisConnections, *command: bytes | str | int):
 @asynccontextmanager
 async def registered(kit: StoreKit, url: str, *, reregister_ms: int) -> AsyncIterator[RedisIndex]:
     """The node's blocks kept registered as its process does it."""
-    index, membership, changes = RedisIndex(url), RedisMembership(url), PendingChanges()
+    index, membership, changes = patient_index(url), patient_membership(url), PendingChanges()
     record = StoreNodeRecord(kit.node.node_id, kit.node.incarnation, "h", "127.0.0.1:1", "", pid=1)
     tasks = [
         asyncio.create_task(

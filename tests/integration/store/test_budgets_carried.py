@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patient_redis import patient_membership
 from store_calls_kit import CLOCK, publish, read
 from tiny_gateway import TinyCalls, make_namespace, make_worker_record
 
@@ -27,7 +28,6 @@ from headrace.gateway.serve_grpc import serve_grpc
 from headrace.gateway.service import GatewayService, hash_for
 from headrace.gateway.tenants_file import TenantsFile
 from headrace.index.memory_index import MemoryIndex
-from headrace.index.redis_membership import RedisMembership
 from headrace.transfer.channels import Channels
 from headrace.wire.parse import parse_budget
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
@@ -64,7 +64,7 @@ class Gateways:
     async def running(self, *, with_tenants: bool = True) -> AsyncIterator[str]:
         """One gateway; its address."""
         async with AsyncExitStack() as stack:
-            membership = RedisMembership(self.redis_url, clock=CLOCK)
+            membership = patient_membership(self.redis_url, clock=CLOCK)
             stack.push_async_callback(membership.close)
             index = MemoryIndex(membership)
             service = GatewayService(

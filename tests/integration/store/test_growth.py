@@ -5,15 +5,13 @@ import gc
 from collections import OrderedDict, deque
 from pathlib import Path
 
+from patient_redis import patient_connections, patient_index, patient_membership
 from store_calls_kit import CLOCK
 from store_kit import fill, make_header, make_prompt
 
 from headrace.blocks.claims import SlotReserved
 from headrace.config import StoreSettings
 from headrace.core.block import payload_digest
-from headrace.index.redis_connections import RedisConnections
-from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 from headrace.store.service import StoreNodeService
 
 ROUND = 1_200
@@ -31,8 +29,8 @@ async def test_thousands_of_prompts_used_once_level_off_in_the_node_and_in_redis
 ) -> None:
     """Fails when an account, a policy or the index keeps something of each block that ever was. Only the log of
     removals grows, up to a bound of its own, and is left out."""
-    index, membership = RedisIndex(empty_valkey_url), RedisMembership(empty_valkey_url)
-    connections = RedisConnections(empty_valkey_url, connections_max=1, clock=CLOCK)
+    index, membership = patient_index(empty_valkey_url), patient_membership(empty_valkey_url)
+    connections = patient_connections(empty_valkey_url, connections_max=1, clock=CLOCK)
     settings = StoreSettings(node_id="grows", arena_mb=1, arena_dir=str(tmp_path))
     service = StoreNodeService(settings, index=index, membership=membership, clock=CLOCK)
     await service.start()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
+from patient_redis import patient_index, patient_membership
 from store_calls_kit import CLOCK, deadline, publish, read
 from store_kit import make_header, make_prompt, payload_of
 
@@ -19,7 +20,6 @@ from headrace.core.errors import CacheFault, IndexUnavailable, LeaseExpired, Sto
 from headrace.core.ports import Reservation
 from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.index.redis_index import RedisIndex
-from headrace.index.redis_membership import RedisMembership
 from headrace.store.recover_arena import recover_arena
 from headrace.store.store_node import StoreNode
 
@@ -40,7 +40,7 @@ async def indexed(index: RedisIndex, node_id: str, prompt) -> int:
 
 @pytest.fixture
 async def index(valkey_url):
-    found = RedisIndex(valkey_url)
+    found = patient_index(valkey_url)
     yield found
     await found.close()
 
@@ -148,7 +148,7 @@ async def test_a_second_process_on_the_same_arena_is_refused(nodes) -> None:
 
 
 async def test_an_orderly_stop_withdraws_the_record_and_keeps_or_removes_the_file(nodes, valkey_url) -> None:
-    membership = RedisMembership(valkey_url)
+    membership = patient_membership(valkey_url)
 
     async def alive() -> set[str]:
         return {record.node_id for record in await membership.store_nodes()}
@@ -176,7 +176,7 @@ async def test_a_node_serves_while_redis_is_away_and_tells_all_when_it_comes_bac
     nodes.redis_url = valkey.start()
     port = urlsplit(nodes.redis_url).port
     assert port is not None
-    index = RedisIndex(nodes.redis_url)
+    index = patient_index(nodes.redis_url)
     try:
         node = await nodes.start("cutoff")
         remote = nodes.grpc(node.record)

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 
+from patient_redis import patient_membership
+
 from headrace.core.block import CacheSource
 from headrace.core.clock import SystemClock
 from headrace.core.generation import CacheControl, EvictSelector
 from headrace.core.limits import MEMBER_REFRESH_MS
-from headrace.index.redis_membership import RedisMembership
 
 B = 8
 NOT_DEVICE = CacheControl(sources=frozenset({CacheSource.SHARED_MEMORY, CacheSource.GRPC}))
@@ -67,7 +68,7 @@ async def test_a_damaged_block_in_the_arena_is_recomputed_and_stored_anew(store_
 async def test_a_store_node_killed_while_it_is_read_costs_a_recompute(make_worker, empty_valkey_url, tmp_path, prompts):
     """Fails when a dead node makes a request fail, hang or answer differently, or a restarted one stays lost."""
     node = start_store_node(empty_valkey_url, tmp_path)
-    membership = RedisMembership(empty_valkey_url, clock=SystemClock())
+    membership = patient_membership(empty_valkey_url, clock=SystemClock())
     try:
         near = await make_worker("near", members=membership)
         far = await make_worker("far", near=False, members=membership)
