@@ -28,7 +28,8 @@ NOT_EMPTY = [p for p in SOURCES if p.name != "__init__.py" or p.read_text(encodi
 # A port's in-memory twin may be used by tests only; a package is referenced by what is in it.
 REFERENCED = [p for p in SOURCES if p.name not in ("__init__.py", "__main__.py") and not p.stem.startswith("memory_")]
 LIMITS = [
-    SERVICES / "core" / name for name in ("limits.py", "index_limits.py", "draft_limits.py", "overtake_limits.py")
+    SERVICES / "core" / name
+    for name in ("limits.py", "index_limits.py", "draft_limits.py", "overtake_limits.py", "front_door_limits.py")
 ]
 VAGUE = ("utils", "common", "helpers", "manager", "base", "misc")
 

@@ -335,7 +335,9 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
         if self.failure is not None:
             await _refuse(context, self.failure)
         usage = {"host_blocks": 3, "host_bytes": 3 * BLOCK_BYTES, "refused_blocks": 7}
-        entry = admin_pb2.TenantEntry(trust_group="acme-all", nodes=[{"holder": "node:here", "usage": usage}])
+        entry = admin_pb2.TenantEntry(
+            trust_group="acme-all", requests_per_minute=600, nodes=[{"holder": "node:here", "usage": usage}]
+        )
         entry.MergeFrom(self.quota)
         errors = [{"holder": holder, "error": "did not answer"} for holder in sorted(self.silent_holders)]
         return admin_pb2.ListTenantsReply(tenants=[entry], errors=errors)

@@ -33,8 +33,9 @@ def tenants() -> None:
 def list_tenants(*, address: str, as_json: bool) -> None:
     """List tenants with their budgets, and what each has on each store node.
 
-    A quota and a protected minimum hold on each node by itself. Tenants of one trust group share both, and what is
-    used. Refused and evicted blocks are those that the quota left no room for, since the node started.
+    A quota and a protected minimum hold on each node by itself, rates on each gateway. Tenants of one trust group
+    share quota and minimum, and what is used. Refused and evicted blocks are those that the quota left no room for,
+    since the node started.
 
     \b
     Examples:
@@ -115,7 +116,18 @@ def _set_sizes(
 
 
 def _print_tenants(found: Sequence[TenantEntry]) -> None:
-    columns = ["tenant ", "role ", "trust group ", "quota", "minimum", "set by ", "TTL"]
+    columns = [
+        "tenant ",
+        "role ",
+        "trust group ",
+        "quota",
+        "minimum",
+        "set by ",
+        "TTL",
+        "req/min",
+        "tok/min",
+        "at once",
+    ]
     columns += ["node ", "arena", "disk", "pinned", "refused", "evicted"]
     print_table(columns, [row for tenant in found for row in _tenant_rows(tenant)])
     if not found:
@@ -132,6 +144,10 @@ def _tenant_rows(tenant: TenantEntry) -> Iterator[list[str]]:
         human_bytes(tenant.bytes_min) if tenant.bytes_min else "-",
         tenant.budget_from or "-",
         "-" if tenant.ttl_s is None else human_seconds(tenant.ttl_s),
+        *(
+            "-" if bound is None else f"{bound:,}"
+            for bound in (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.concurrent_max)
+        ),
     ]
     for node in tenant.nodes:
         yield [

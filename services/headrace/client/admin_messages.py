@@ -296,6 +296,10 @@ def _tenant_from_message(tenant: admin_pb2.TenantEntry) -> TenantEntry:
         bytes_min=tenant.bytes_min,
         ttl_s=tenant.ttl_s or None,
         budget_from=tenant.budget_from,
+        **{
+            name: getattr(tenant, name) if tenant.HasField(name) else None
+            for name in ("requests_per_minute", "tokens_per_minute", "concurrent_max")
+        },
         nodes=tuple(
             TenantUsage(
                 holder=node.holder,

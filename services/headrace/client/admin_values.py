@@ -236,6 +236,9 @@ class TenantEntry:
     bytes_min: int
     ttl_s: float | None  # None: its blocks have no bound of their own
     budget_from: str  # "tenants file", "operator" or ""
+    requests_per_minute: int | None  # on each gateway; None: no bound
+    tokens_per_minute: int | None
+    concurrent_max: int | None
     nodes: tuple[TenantUsage, ...]
 
 

@@ -8,7 +8,8 @@
     ├── Unauthenticated       no API key, or none that is known       ()
     ├── PermissionDenied      the key's role does not allow this      (what)
     ├── Overloaded            the system is full, try again later     (retry_after_ms)
-    │   └── TenantOverShare   the caller's tenant has its share       (retry_after_ms)
+    │   ├── TenantOverShare   the caller's tenant has its share       (retry_after_ms)
+    │   └── RateLimited       the tenant's own rate is used up        (limit, retry_after_ms)
     ├── WorkerUnavailable     the worker died, left or cannot serve   (worker_id)
     ├── DeadlineExceeded      time is up                              (what)
     ├── ModelRefused          this model cannot be served or cached   (model, why)
@@ -102,6 +103,14 @@ class Overloaded(HeadraceError):
 
 class TenantOverShare(Overloaded):
     """The caller's tenant has as much under way as it may while others need room; others are served."""
+
+
+class RateLimited(Overloaded):
+    """The caller's tenant has asked for as much as it may for now; others are served."""
+
+    def __init__(self, limit: str, message: str, *, retry_after_ms: int) -> None:
+        super().__init__(message, retry_after_ms=retry_after_ms)
+        self.limit = limit  # requests_per_minute, tokens_per_minute or concurrent_max
 
 
 class WorkerUnavailable(HeadraceError):

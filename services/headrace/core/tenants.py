@@ -17,6 +17,7 @@ from enum import StrEnum
 from headrace.core.block import Namespace
 from headrace.core.budgets import TENANTS_FILE, Budget
 from headrace.core.limits import API_KEY_CHARS_MAX, API_KEY_CHARS_MIN, PRIORITY_MAX
+from headrace.core.rate_limits import UNLIMITED, RateLimits
 
 KEY_PREFIX = "hr-"  # so that scanners for leaked secrets, and people, know one when they see it
 SCHEME = "sha256"
@@ -44,6 +45,7 @@ class Tenant:
     bytes_max: int | None = None
     bytes_min: int = 0
     priority_max: int = 0  # the highest that its requests may have; 0 is everybody's normal one
+    rates: RateLimits = UNLIMITED  # this tenant's own, also within a group
 
     @property
     def is_admin(self) -> bool:

@@ -1,11 +1,12 @@
 """Letting a request in, or refusing it at once: before queues grow, and before one tenant has all of them.
 
-Three bounds, each with a time to come back that follows from the workers' own predictions:
+Four bounds, each with a time to come back. Of the first three it follows from the workers' own predictions:
 
 - requests under way, and the tokens of their prompts: when all are taken the system is full (Overloaded);
 - a tenant's part of both, where there are several tenants: its trust group may have as many as are still free
   (TenantOverShare). So one that floods gets half, two get a third each, and a newcomer always finds room;
-- the predicted time to the first token, where a bound is set: who would wait longer is refused now (Overloaded).
+- the predicted time to the first token, where a bound is set: who would wait longer is refused now (Overloaded);
+- the tenant's own rates, where the tenants file names some (RateLimited): see `core/rate_limits.py`.
 
 Lives on the event loop; nothing here waits. What a refusal looks like to callers is `wire/status.py`'s.
 """
@@ -14,19 +15,30 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from headrace.core.errors import Overloaded, TenantOverShare
+from headrace.core.errors import InvalidRequest, Overloaded, TenantOverShare, WorkerUnavailable
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX, GATEWAY_PROMPT_TOKENS_MAX, RETRY_AFTER_MS, RETRY_AFTER_MS_MAX
+from headrace.core.rate_limits import RateAccounts
 from headrace.core.tenants import Tenant
 from headrace.gateway.worker_table import WorkerTable
 
 
 @contextmanager
 def admit_request(tenant: Tenant, places: "Places") -> Iterator["Place"]:
-    """Hold one of the gateway's places for as long as the scope lasts. Raises Overloaded, TenantOverShare."""
-    place = Place(tenant.trust_group, places)
+    """Hold one of the gateway's places for as long as the scope lasts. Raises Overloaded, TenantOverShare, RateLimited.
+
+    A request that ends before anything was done for it has its tokens given back to its tenant, not its turn.
+    """
+    place = Place(tenant, places)
     places.take(place)
     try:
-        yield place
+        places.rates.begin(tenant.name, tenant.rates)
+        try:
+            yield place
+        except (InvalidRequest, Overloaded, WorkerUnavailable):
+            place.was_refused = True
+            raise
+        finally:
+            places.rates.end(tenant.name, unused_tokens=place.unused_tokens)
     finally:
         places.give_back(place)
 
@@ -57,15 +69,30 @@ def bounded_retry_ms(wait_s: float) -> int:
 class Place:
     """One request's place; its prompt counts from when its length is known."""
 
-    def __init__(self, account: str, places: "Places") -> None:
-        self.account = account
+    def __init__(self, tenant: Tenant, places: "Places") -> None:
+        self.account = tenant.trust_group
         self.prompt_tokens = 0
+        self.passed_on_tokens = 0  # of answers, so far
+        self.was_refused = False
+        self._tenant = tenant
         self._places = places
+        self._charged_tokens = 0
 
-    def hold_prompt(self, num_tokens: int) -> None:
-        """Count the prompt as well, once. Raises as `admit_request`; the place itself stays held."""
+    def hold_prompt(self, num_tokens: int, *, output_tokens_max: int = 0) -> None:
+        """Count the prompt as well, once, and what may come out of it against the tenant's rate. Raises as
+        `admit_request`, and ContextExceeded; the place itself stays held."""
         assert self.prompt_tokens == 0
         self._places.take_tokens(self, num_tokens)
+        self._charged_tokens = self._places.rates.take_tokens(
+            self._tenant.name, prompt_tokens=num_tokens, output_tokens_max=output_tokens_max
+        )
+
+    @property
+    def unused_tokens(self) -> int:
+        """What was counted against the tenant's rate and not used."""
+        if self.was_refused and not self.passed_on_tokens:
+            return self._charged_tokens
+        return max(0, self._charged_tokens - self.prompt_tokens - self.passed_on_tokens)
 
 
 class Places:
@@ -78,8 +105,11 @@ class Places:
         prompt_tokens_max: int = GATEWAY_PROMPT_TOKENS_MAX,
         is_shared: Callable[[], bool],
         queue_s: Callable[[], float],
+        rates: RateAccounts,
     ) -> None:
-        """is_shared: whether several trust groups may come. queue_s: of the worker with the shortest queue."""
+        """is_shared: whether several trust groups may come. queue_s: of the worker with the shortest queue.
+        rates: what each tenant has asked for lately."""
+        self.rates = rates
         self._requests_max = requests_max
         self._tokens_max = prompt_tokens_max
         self._is_shared = is_shared

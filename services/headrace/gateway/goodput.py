@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from headrace.core.clock import Clock
-from headrace.core.errors import InvalidRequest, Overloaded
+from headrace.core.errors import InvalidRequest, Overloaded, RateLimited, TenantOverShare
 
 
 class RequestOutcome(StrEnum):
@@ -33,6 +33,17 @@ class RequestObserver(Protocol):
     def ended(self, outcome: RequestOutcome, *, is_good: bool) -> None:
         """One client request is over."""
         ...
+
+    def refused(self, tenant: str, reason: str) -> None:
+        """One of a tenant's requests had to be refused, for one of `refusal_reason`."""
+        ...
+
+
+def refusal_reason(error: Overloaded) -> str:
+    """Why a request found no room: one of its tenant's rates by name, `share` or `full`."""
+    if isinstance(error, RateLimited):
+        return error.limit
+    return "share" if isinstance(error, TenantOverShare) else "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,7 @@ class RequestTimes:
 
 @contextmanager
 def observed_request(
-    observer: RequestObserver, targets: LatencyTargets, *, choices: int, clock: Clock
+    observer: RequestObserver, targets: LatencyTargets, *, tenant: str, choices: int, clock: Clock
 ) -> Iterator[RequestTimes]:
     """Time one request, and tell the observer how it ended, however that is."""
     times = RequestTimes(choices=choices, clock=clock)
@@ -101,8 +112,9 @@ def observed_request(
     except InvalidRequest:
         outcome = RequestOutcome.INVALID
         raise
-    except Overloaded:
+    except Overloaded as refused:
         outcome = RequestOutcome.REFUSED
+        observer.refused(tenant, refusal_reason(refused))
         raise
     except Exception:
         outcome = RequestOutcome.FAILED

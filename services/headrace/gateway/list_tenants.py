@@ -54,6 +54,9 @@ def describe_tenant(tenant: Tenant, budgets: Iterable[Budget], usage: NodeUsage)
         bytes_max=budget.bytes_max,
         bytes_min=budget.bytes_min,
         ttl_s=tenant.ttl_s or 0.0,
+        requests_per_minute=tenant.rates.requests_per_minute,
+        tokens_per_minute=tenant.rates.tokens_per_minute,
+        concurrent_max=tenant.rates.concurrent_max,
         budget_from=("tenants file" if bounded else "") if filed else "operator",
         nodes=[
             admin_pb2.TenantOnNode(holder=holder, usage=of_node.get(account, admin_pb2.AccountUsage(account=account)))

@@ -7,6 +7,9 @@ tenants:
     quota_mb: 4096                      # the most that its trust group may have on each store node, in MiB
     priority_max: 0                     # the highest priority that its requests may have, -4..4; default 0, the normal
     protected_mb: 512                   # what others' blocks never take from it on each store node
+    requests_per_minute: 600            # the most that it may ask of each gateway; left out: no bound
+    tokens_per_minute: 200000           # of prompts and answers together
+    concurrent_max: 32                  # requests under way at once
   - name: acme-batch
     trust_group: acme-all               # shares blocks, and bounds, with every tenant of the same trust_group
     keys: [...]
@@ -17,18 +20,22 @@ tenants:
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from headrace.core.errors import ConfigInvalid, InvalidRequest
+from headrace.core.front_door_limits import RATE_PER_MINUTE_MAX
 from headrace.core.limits import API_KEYS_MAX, PRIORITY_MAX, TENANTS_FILE_BYTES_MAX
+from headrace.core.rate_limits import RateLimits
 from headrace.core.retention import parse_ttl
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, trust_group_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FIELDS = {"name", "keys", "role", "trust_group", "ttl", "quota_mb", "protected_mb", "priority_max"}
+RATES = tuple(rate.name for rate in fields(RateLimits))
+FIELDS = {"name", "keys", "role", "trust_group", "ttl", "quota_mb", "protected_mb", "priority_max", *RATES}
 _Bounds = tuple[int | None, int]  # bytes_max, bytes_min
 MIB_MAX = 1 << 40  # an exbibyte: more is a mistake, and must still fit a 64-bit number of bytes
 
@@ -124,6 +131,7 @@ def _keys_of(entry: Any, bounds: dict[str, _Bounds], path: str | Path) -> Iterat
         bytes_max=bytes_max,
         bytes_min=bytes_min,
         priority_max=priority_max,
+        rates=_rates_of(entry, path),
     )
     for line in spelled:
         hashed = HashedKey.parse(line) if isinstance(line, str) else None
@@ -132,6 +140,17 @@ def _keys_of(entry: Any, bounds: dict[str, _Bounds], path: str | Path) -> Iterat
                 path, f"tenant {name!r}: a key is not a line of `headrace tenants hash-key`; keys in clear are refused"
             )
         yield hashed, tenant
+
+
+def _rates_of(entry: Any, path: str | Path) -> RateLimits:
+    """One tenant's own bounds. None of them may be 0: a tenant that may ask nothing has no key."""
+    rates = {name: entry.get(name) for name in RATES}
+    for name, rate in rates.items():
+        if rate is not None and (type(rate) is not int or not 1 <= rate <= RATE_PER_MINUTE_MAX):
+            raise _invalid(
+                path, f"tenant {entry['name']!r}: {name} must lie in 1..{RATE_PER_MINUTE_MAX}, not {rate!r:.40}"
+            )
+    return RateLimits(**rates)
 
 
 def _invalid(path: str | Path, why: str) -> ConfigInvalid:

@@ -25,6 +25,7 @@ from headrace.core.limits import (
     WORKER_TABLE_REFRESH_MS,
 )
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
+from headrace.core.rate_limits import RateAccounts
 from headrace.core.sequence_room import SequenceRoom
 from headrace.core.tenants import KeyRing, Tenant, groups_of
 from headrace.gateway.admit_request import Places, admit_request, shortest_queue_s
@@ -65,6 +66,9 @@ class Unobserved:
 
     def ended(self, outcome: RequestOutcome, *, is_good: bool) -> None:
         """As RequestObserver.ended."""
+
+    def refused(self, tenant: str, reason: str) -> None:
+        """As RequestObserver.refused."""
 
     def decided(self, reason: str) -> None:
         """As RouteObserver.decided."""
@@ -134,6 +138,7 @@ class GatewayService:
             requests_max=inflight_max,
             is_shared=lambda: self.key_ring is not None and len(groups_of(self.key_ring.tenants)) > 1,
             queue_s=lambda: shortest_queue_s(self.table),
+            rates=RateAccounts(clock),
         )
         self._index_available = True
         self._refresh_now = asyncio.Event()
@@ -229,11 +234,16 @@ class GatewayService:
         accepted_s = self.clock.now_s()
         deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
         with (
-            observed_request(self._requests, self._targets, choices=request.choices, clock=self.clock) as times,
+            observed_request(
+                self._requests, self._targets, tenant=tenant.name, choices=request.choices, clock=self.clock
+            ) as times,
             admit_request(tenant, self.places) as place,
         ):
             requests = await self._prepare(request, tenant, deadline)
-            place.hold_prompt(len(requests[0].prompt.token_ids))
+            place.hold_prompt(
+                len(requests[0].prompt.token_ids),
+                output_tokens_max=len(requests) * requests[0].sampling.max_tokens,
+            )
             request_id = requests[0].request_id
             yield Accepted(request_id=request_id, model=requests[0].model)
             waiting = True
@@ -241,6 +251,7 @@ class GatewayService:
                 async with aclosing(route_request(requests, router=self._router, deadline=deadline)) as events:
                     async for event in events:
                         times.see(event.choice, is_token=isinstance(event, ChoiceToken))
+                        place.passed_on_tokens += isinstance(event, ChoiceToken)
                         if waiting and isinstance(event, ChoiceToken):
                             waiting = False
                             self._observer.first_token(self.clock.now_s() - accepted_s)

@@ -2,7 +2,7 @@
 
 from headrace.core.decision import PlanReason
 from headrace.core.generation import Usage
-from headrace.telemetry.metrics import RECOVERY_KINDS, REQUEST_OUTCOMES, Metrics
+from headrace.telemetry.metrics import RECOVERY_KINDS, REFUSAL_REASONS, REQUEST_OUTCOMES, Metrics
 
 
 class RouteMetrics:
@@ -26,6 +26,11 @@ class RouteMetrics:
         self._metrics.client_requests.labels(outcome).inc()
         if is_good:
             self._metrics.good_requests.inc()
+
+    def refused(self, tenant: str, reason: str) -> None:
+        """One of a tenant's requests had to be refused."""
+        # A worker's refusal names a limit that this gateway may not know yet, while a system is being updated.
+        self._metrics.refused_requests.labels(tenant, reason if reason in REFUSAL_REASONS else "full").inc()
 
     def first_token(self, seconds: float) -> None:
         """A request's first token was passed on this long after it was accepted."""

@@ -67,6 +67,7 @@ FAULT_KINDS: dict[type[CacheFault], str] = {
 }
 RECOVERY_KINDS = ("index_unavailable", "prefill_failed", "new_attempt")
 REQUEST_OUTCOMES = ("finished", "failed", "cancelled", "refused", "invalid")
+REFUSAL_REASONS = ("requests_per_minute", "tokens_per_minute", "concurrent_max", "share", "full")
 INDEX_CALLS = ("longest_prefix", "register", "deregister", "sweep")
 
 
@@ -152,6 +153,12 @@ class Metrics:
             "headrace_client_requests",
             "Requests of clients that are over, by outcome.",
             ["outcome"],
+            registry=self.registry,
+        )
+        self.refused_requests = Counter(
+            "headrace_refused_requests",
+            "Requests of clients that were refused for want of room, by tenant and by what was used up.",
+            ["tenant", "reason"],  # tenants are those of the operator's file: as many as it names
             registry=self.registry,
         )
         self.good_requests = Counter(

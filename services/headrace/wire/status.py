@@ -19,6 +19,7 @@ from headrace.core.errors import (
     ModelRefused,
     Overloaded,
     PermissionDenied,
+    RateLimited,
     RequestTooLarge,
     TenantOverShare,
     Unauthenticated,
@@ -30,6 +31,7 @@ from headrace.core.limits import RETRY_AFTER_MS
 ERROR_KEY = "headrace-error"  # the error's class name
 PARAM_KEY = "headrace-param"  # the request field that is wrong
 RETRY_AFTER_KEY = "retry-after-ms"
+LIMIT_KEY = "headrace-limit"  # which of its tenant's rates a refused request went beyond
 
 # Metadata values are cut here: headers of a reply are bounded by gRPC's own 8 KiB.
 DETAIL_CHARS_MAX = 2_048
@@ -70,6 +72,7 @@ TABLE: tuple[tuple[type[HeadraceError], ErrorStatus], ...] = (
         TenantOverShare,
         ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_exceeded"),
     ),
+    (RateLimited, ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_exceeded")),
     (Overloaded, ErrorStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded")),
     (WorkerUnavailable, ErrorStatus(grpc.StatusCode.UNAVAILABLE, 503, "server_error", "worker_unavailable")),
     (DeadlineExceeded, ErrorStatus(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "deadline_exceeded")),
@@ -109,6 +112,8 @@ def trailing_metadata(error: BaseException) -> tuple[tuple[str, str], ...]:
     param = error.param if isinstance(error, InvalidRequest) else None
     if param:
         pairs.append((PARAM_KEY, _printable(param)))
+    if isinstance(error, RateLimited):
+        pairs.append((LIMIT_KEY, error.limit))
     wait_ms = retry_after_ms(error)
     if wait_ms is not None:
         pairs.append((RETRY_AFTER_KEY, str(wait_ms)))
@@ -133,8 +138,11 @@ def error_of(code: grpc.StatusCode, message: str, metadata: Iterable[tuple[str, 
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         wait = told.get(RETRY_AFTER_KEY, "")
         what = message.rpartition("; try again in ")[0] or message
+        wait_ms = int(wait) if wait.isdigit() else RETRY_AFTER_MS
+        if told.get(ERROR_KEY) == RateLimited.__name__:
+            return RateLimited(told.get(LIMIT_KEY, ""), what, retry_after_ms=wait_ms)
         kind = TenantOverShare if told.get(ERROR_KEY) == TenantOverShare.__name__ else Overloaded
-        return kind(what, retry_after_ms=int(wait) if wait.isdigit() else RETRY_AFTER_MS)
+        return kind(what, retry_after_ms=wait_ms)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(message.removeprefix("deadline exceeded: "))
     if code is grpc.StatusCode.UNAVAILABLE:

@@ -81,10 +81,11 @@ def test_a_drain_is_undone_and_ordered_without_moving(run, small_gateway):
 def test_tenants_are_listed_with_their_budgets_and_what_they_use(run, small_gateway):
     small_gateway.quota.bytes_max = 2 << 30
     shown = run("tenants", "ls").stdout
-    for cell in ("acme", "acme-all", "2.0 GiB", "node:here", "3.0 KiB", "7"):
+    for cell in ("acme", "acme-all", "2.0 GiB", "node:here", "3.0 KiB", "7", "600"):
         assert cell in shown, cell
     tenant = json.loads(run("tenants", "ls", "--json").stdout)["tenants"][0]
     assert (tenant["bytes_max"], tenant["nodes"][0]["refused_blocks"]) == (2 << 30, 7)
+    assert (tenant["requests_per_minute"], tenant["tokens_per_minute"]) == (600, None)
     small_gateway.silent_holders = {"node:there"}
     assert run("tenants", "ls").exit_code == 9
 

@@ -15,6 +15,7 @@ EXAMPLES = [
     errors.PermissionDenied("see it"),
     errors.Overloaded("full", retry_after_ms=20),
     errors.TenantOverShare("your share", retry_after_ms=20),
+    errors.RateLimited("concurrent_max", "2 are under way", retry_after_ms=20),
     errors.WorkerUnavailable("w1", "died"),
     errors.DeadlineExceeded("a peer"),
     errors.ModelRefused("m", "MLA"),

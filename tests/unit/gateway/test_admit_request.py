@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from tiny_gateway import make_worker_record, tiny_gateway
 
 from headrace.config import GatewaySettings
+from headrace.core.clock import SystemClock
 from headrace.core.errors import Overloaded, TenantOverShare
 from headrace.core.limits import RETRY_AFTER_MS_MAX
+from headrace.core.rate_limits import RateAccounts
 from headrace.core.tenants import EVERYBODY, HashedKey, KeyRing, Tenant, new_key
 from headrace.gateway.admit_request import Places, admit_request, refuse_late
 from headrace.gateway.goodput import RequestOutcome
+from headrace.telemetry.metrics import REFUSAL_REASONS
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
 FLOOD, OTHER = Tenant("flood", "tenant:flood"), Tenant("other", "tenant:other")
@@ -23,7 +26,13 @@ PROMPT = TokenPrompt(tuple(range(1, 31)))
 
 
 def make_places(*, requests: int = 8, tokens: int = 1_000, shared: bool = True, queue_s: float = 0.0) -> Places:
-    return Places(requests_max=requests, prompt_tokens_max=tokens, is_shared=lambda: shared, queue_s=lambda: queue_s)
+    return Places(
+        requests_max=requests,
+        prompt_tokens_max=tokens,
+        is_shared=lambda: shared,
+        queue_s=lambda: queue_s,
+        rates=RateAccounts(SystemClock()),
+    )
 
 
 def test_a_tenant_that_floods_leaves_room_for_a_newcomer():
@@ -127,6 +136,9 @@ class Remembered:
 
     def ended(self, outcome, *, is_good):
         self.ends.append((outcome, is_good))
+
+    def refused(self, tenant, reason):
+        assert reason in REFUSAL_REASONS
 
 
 def ask(**options) -> ClientRequest:

@@ -12,7 +12,7 @@ from headrace.core.tenants import EVERYBODY
 from headrace.gateway.goodput import LatencyTargets, RequestOutcome, RequestTimes, observed_request
 from headrace.gateway.service import Accepted
 from headrace.telemetry.gateway_metrics import RouteMetrics
-from headrace.telemetry.metrics import REQUEST_OUTCOMES, Metrics
+from headrace.telemetry.metrics import REFUSAL_REASONS, REQUEST_OUTCOMES, Metrics
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
 
@@ -65,6 +65,9 @@ class Remembered:
     def ended(self, outcome, *, is_good):
         self.ends.append((outcome, is_good))
 
+    def refused(self, tenant, reason):
+        assert reason in REFUSAL_REASONS
+
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
@@ -78,7 +81,7 @@ class Remembered:
 )
 def test_every_end_has_its_outcome_and_none_of_these_is_good(error, outcome):
     seen = Remembered()
-    observed = observed_request(seen, LatencyTargets(), choices=1, clock=HandClock())
+    observed = observed_request(seen, LatencyTargets(), tenant="acme", choices=1, clock=HandClock())
     with pytest.raises(type(error)), observed:
         raise error
     assert seen.ends == [(outcome, False)]

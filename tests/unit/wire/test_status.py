@@ -12,6 +12,7 @@ from headrace.core.errors import (
     ModelRefused,
     Overloaded,
     PermissionDenied,
+    RateLimited,
     RequestTooLarge,
     StoreFull,
     TenantOverShare,
@@ -31,6 +32,7 @@ ERRORS = [
     (PermissionDenied("see other groups"), 403, "PERMISSION_DENIED"),
     (Overloaded("full", retry_after_ms=1500), 503, "RESOURCE_EXHAUSTED"),
     (TenantOverShare("its share", retry_after_ms=1500), 429, "RESOURCE_EXHAUSTED"),
+    (RateLimited("tokens_per_minute", "used up", retry_after_ms=1500), 429, "RESOURCE_EXHAUSTED"),
     (WorkerUnavailable("d0", "it died"), 503, "UNAVAILABLE"),
     (WorkerUnavailable("", "nobody"), 503, "UNAVAILABLE"),
     (DeadlineExceeded("decode on d0"), 504, "DEADLINE_EXCEEDED"),
@@ -59,6 +61,7 @@ def test_an_error_crosses_the_wire_with_its_class_and_words(error):
         kind = next(k for k in caught if isinstance(error, k))
         assert isinstance(told, kind)
         assert isinstance(told, TenantOverShare) == isinstance(error, TenantOverShare)
+        assert getattr(told, "limit", None) == getattr(error, "limit", None)
         assert str(told) == str(error)
     assert getattr(told, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
     assert isinstance(told, HeadraceError)

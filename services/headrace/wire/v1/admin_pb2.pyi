@@ -596,7 +596,7 @@ class ListTenantsReply(_message.Message):
     def __init__(self, tenants: _Optional[_Iterable[_Union[TenantEntry, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[HolderError, _Mapping]]] = ...) -> None: ...
 
 class TenantEntry(_message.Message):
-    __slots__ = ("name", "trust_group", "role", "bytes_max", "bytes_min", "ttl_s", "budget_from", "nodes")
+    __slots__ = ("name", "trust_group", "role", "bytes_max", "bytes_min", "ttl_s", "budget_from", "nodes", "requests_per_minute", "tokens_per_minute", "concurrent_max")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TRUST_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -605,6 +605,9 @@ class TenantEntry(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FROM_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENT_MAX_FIELD_NUMBER: _ClassVar[int]
     name: str
     trust_group: str
     role: str
@@ -613,7 +616,10 @@ class TenantEntry(_message.Message):
     ttl_s: float
     budget_from: str
     nodes: _containers.RepeatedCompositeFieldContainer[TenantOnNode]
-    def __init__(self, name: _Optional[str] = ..., trust_group: _Optional[str] = ..., role: _Optional[str] = ..., bytes_max: _Optional[int] = ..., bytes_min: _Optional[int] = ..., ttl_s: _Optional[float] = ..., budget_from: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[TenantOnNode, _Mapping]]] = ...) -> None: ...
+    requests_per_minute: int
+    tokens_per_minute: int
+    concurrent_max: int
+    def __init__(self, name: _Optional[str] = ..., trust_group: _Optional[str] = ..., role: _Optional[str] = ..., bytes_max: _Optional[int] = ..., bytes_min: _Optional[int] = ..., ttl_s: _Optional[float] = ..., budget_from: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[TenantOnNode, _Mapping]]] = ..., requests_per_minute: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ..., concurrent_max: _Optional[int] = ...) -> None: ...
 
 class TenantOnNode(_message.Message):
     __slots__ = ("holder", "usage")
