@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.core.generation import SamplingParams, TokenDelta
 from headrace.engine.drafter import Drafter
 from headrace.engine.engine import Admission, Engine, FilledBlock, RunFinished
 from headrace.engine.load_model import LoadedModel, load_model
+from headrace.engine.model_runner import SequenceStep
 
 BLOCK_TOKENS = 8
 VOCAB = 256
@@ -172,7 +174,30 @@ async def generate(
     )
 
 
-async def until(condition: Callable[[], bool], *, for_s: float = 10) -> None:
+class HeldRunner:
+    """The runner of a model, whose steps wait until they may go on: what is asked for meanwhile is there at once, so
+    that sequences meet however fast or slow the machine is."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.may_go = threading.Event()
+
+    def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        assert self.may_go.wait(60), "the test never let the steps go"
+        return self._runner.run_step(steps)
+
+
+async def meet(engine: Engine, replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    """Let no step of the engine (over a HeldRunner) go before every one of these is in it; then their replies."""
+    held = engine.model.runner
+    assert isinstance(held, HeldRunner)
+    tasks = [asyncio.create_task(reply) for reply in replies]
+    await until(lambda: engine.load().running + engine.load().waiting == len(tasks), for_s=60)
+    held.may_go.set()
+    return await asyncio.gather(*tasks)
+
+
+async def until(condition: Callable[[], bool], *, for_s: float = 60) -> None:
     """Wait until something that another thread does has been done."""
     deadline = Deadline.after(for_s, CLOCK)
     while not condition():

@@ -21,7 +21,7 @@ from headrace.engine.load_model import LoadedModel
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.sample_token import uniform
 
-from .conftest import BLOCK_TOKENS, CLOCK, VOCAB, Reply, admit, generate, make_prompt, until
+from .conftest import BLOCK_TOKENS, CLOCK, VOCAB, HeldRunner, Reply, admit, generate, make_prompt, meet, until
 
 MakeEngine = Callable[..., Engine]
 
@@ -71,13 +71,13 @@ async def test_preempted_sequences_give_the_answer_they_would_have_given(make_en
     at the wrong token, counts its draws anew or reports a block twice."""
     prompts = [make_tokens(16 + seed, seed=seed) for seed in range(5)]
     params = make_params(36, temperature=0.8, seed=9)
-    roomy, tight = make_engine(), make_engine(usable_blocks=16)
+    roomy, tight = make_engine(), make_engine(usable_blocks=16, wrap=HeldRunner)
     expected = [await generate(roomy, prompt, sampling=params) for prompt in prompts]
-    replies = await asyncio.gather(*(generate(tight, prompt, sampling=params) for prompt in prompts))
+    replies = await meet(tight, [generate(tight, prompt, sampling=params) for prompt in prompts])
     for got, want in zip(replies, expected, strict=True):
         assert_equal(got, want)
         assert [block.block_hash for block in got.filled] == [block.block_hash for block in want.filled]
-    assert tight.steps.num_preemptions, "the pool was not tight enough to test anything"
+    assert tight.steps.num_preemptions > 0
 
 
 async def test_every_prompt_length_gets_the_same_answer_from_blocks_that_are_already_there(
@@ -329,25 +329,24 @@ async def test_a_short_prompt_overtakes_a_long_one_that_is_being_computed(make_e
 
 async def test_a_preempted_sequence_gets_blocks_before_new_prompts_do(make_engine: MakeEngine) -> None:
     """Fails if newcomers take what a preempted sequence waits for: under load it would wait for ever."""
-    engine = make_engine(usable_blocks=8)
+    engine = make_engine(usable_blocks=8, wrap=HeldRunner)
     params = make_params(52, logprobs=None)
-    old = asyncio.create_task(generate(engine, make_tokens(8, seed=1), sampling=params))
-    young = asyncio.create_task(generate(engine, make_tokens(8, seed=2), sampling=params))
+    old, young = make_tokens(8, seed=1), make_tokens(8, seed=2)
+    both = asyncio.create_task(meet(engine, [generate(engine, prompt, sampling=params) for prompt in (old, young)]))
     await until(lambda: engine.steps.num_preemptions > 0)
     admission = await admit(engine, [1])
     assert engine.steps.num_without_blocks == 0, "a preempted sequence still waits for blocks"
     engine.release(admission)
-    await asyncio.gather(old, young)
+    await both
 
 
 async def test_what_a_sequence_leaves_has_its_time_to_live_also_when_it_was_preempted(make_engine: MakeEngine) -> None:
     """Fails when blocks of the prompt, of the answer or of a sequence that came back are kept without a bound."""
-    engine = make_engine(usable_blocks=16)
+    engine = make_engine(usable_blocks=16, wrap=HeldRunner)
     prompts = [make_tokens(16 + seed, seed=seed) for seed in range(5)]
     params = make_params(36, logprobs=None)
-    replies = [generate(engine, prompt, use_device=True, sampling=params, ttl_s=600) for prompt in prompts]
-    await asyncio.gather(*replies)
-    assert engine.steps.num_preemptions, "the pool was not tight enough to test anything"
+    await meet(engine, [generate(engine, prompt, use_device=True, sampling=params, ttl_s=600) for prompt in prompts])
+    assert engine.steps.num_preemptions > 0
     blocks = engine.pool.describe(Selection())
     left_s = [block.expires_unix_ms / 1_000 - CLOCK.unix_ms() / 1_000 for block in blocks]
     assert len(blocks) > 5

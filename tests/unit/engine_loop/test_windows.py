@@ -19,7 +19,7 @@ from headrace.engine.engine import Engine, FilledBlock
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 
-from .conftest import BLOCK_TOKENS, VOCAB, Reply, admit, generate, make_byte_tokenizer
+from .conftest import BLOCK_TOKENS, VOCAB, HeldRunner, Reply, admit, generate, make_byte_tokenizer, meet
 from .test_engine import assert_equal, make_params, make_tokens
 
 MakeEngine = Callable[..., Engine]
@@ -129,11 +129,23 @@ async def test_a_prompt_of_six_windows_runs_in_a_pool_of_two(
 async def test_sequences_in_a_tight_pool_give_way_and_still_answer_as_plain_transformers(
     make_window_engine: MakeEngine, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:
-    """Fails if a sequence that comes back begins behind a window of which a part is missing."""
+    """Fails if a sequence is answered from another one's blocks, while eight long ones take turns in room for two."""
     engine = make_window_engine(usable_blocks=3 * HELD_BLOCKS - 9, chunk=40)
     replies = await asyncio.gather(*(generate(engine, prompt, use_device=True) for prompt in prompts * 2))
     assert [reply.token_ids for reply in replies] == expected * 2
-    assert engine.steps.num_preemptions, "the pool was not tight enough to test anything"
+
+
+async def test_preempted_sequences_begin_again_behind_a_whole_window(make_window_engine: MakeEngine) -> None:
+    """Five sequences of three blocks in a pool of fifteen; past their window each needs four. Fails if one that comes
+    back begins behind a window of which a part is missing."""
+    prompts = [make_tokens(2 * BLOCK_TOKENS + seed, seed=seed) for seed in range(5)]
+    params = make_params(2 * WINDOW)
+    roomy, tight = make_window_engine(), make_window_engine(usable_blocks=15, wrap=HeldRunner)
+    expected = [await generate(roomy, prompt, sampling=params) for prompt in prompts]
+    replies = await meet(tight, [generate(tight, prompt, use_device=True, sampling=params) for prompt in prompts])
+    for got, want in zip(replies, expected, strict=True):
+        assert_equal(got, want)
+    assert tight.steps.num_preemptions > 0
 
 
 async def test_a_hit_in_the_pool_takes_only_the_blocks_that_the_window_needs(
