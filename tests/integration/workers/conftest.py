@@ -1,10 +1,11 @@
 """Real workers: a tiny llama in real engines, a real store node over real gRPC and shared memory, one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.blocks.host_arena import host_id
 from headrace.config import EngineSettings, ModelSettings, StoreSettings
-from headrace.core.block import CacheSource, HashAlgorithm, hash_prompt
+from headrace.core.block import HashAlgorithm, hash_prompt
 from headrace.core.clock import SystemClock
 from headrace.core.errors import CacheFault
 from headrace.core.generation import (
@@ -30,7 +31,6 @@ from headrace.core.generation import (
     WorkerId,
 )
 from headrace.core.members import StoreNodeRecord, WorkerRole
-from headrace.core.overtake_limits import OVERTAKE_ROUND_TRIP_MAX_MS
 from headrace.core.ports import Membership
 from headrace.decode.decode_tokens import decode_tokens
 from headrace.engine.drafter import Drafter
@@ -43,10 +43,15 @@ from headrace.transfer.coded_pool import stored_pool
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.worker import Worker
 
+from .priced_steps import PricedSteps
+
 BLOCK_TOKENS = 8
 VOCAB = 256
 CLOCK = SystemClock()
 EVERYTHING = CacheControl()
+# So small a model computes a prompt in less time than a busy machine makes a load wait for its turn; what is loaded in
+# these tests must not depend on that. `test_slow_source.py` tells what overtakes what.
+LOAD_PATIENCE_MS = 10_000
 _attempt_numbers = iter(range(1_000_000))
 
 
@@ -173,13 +178,25 @@ class TestWorker:
 
     async def published(self) -> None:
         """Wait until background publication has nothing left to do."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.worker.publisher.num_pending:  # noqa: ASYNC110 (a publisher has no event for this)
                 await asyncio.sleep(0.005)
 
 
 def new_attempt() -> AttemptId:
     return AttemptId(f"attempt-{next(_attempt_numbers)}")
+
+
+async def meet(tested: TestWorker, steps: PricedSteps, asked: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    """Let no step of the worker's engine go before all of these are in it; then their replies."""
+    steps.may_go.clear()
+    replies = [asyncio.create_task(each) for each in asked]
+    engine = tested.worker.engine
+    async with asyncio.timeout(60):
+        while engine.load().running + engine.load().waiting < len(asked):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    steps.may_go.set()
+    return await asyncio.gather(*replies)
 
 
 MakeWorker = Callable[..., Awaitable[TestWorker]]
@@ -195,7 +212,7 @@ async def make_worker(
     tiny_models: list[LoadedModel], membership: Membership, tmp_path: Path
 ) -> AsyncIterator[MakeWorker]:
     """Start workers; `near=False` puts one on another host, where only gRPC is left; `model` is one that no
-    running worker has. Nothing may be held at the end.
+    running worker has; `steps` are the engine's steps and its clock. Nothing may be held at the end.
 
     A test names `store_node` before this, so that the node outlives what the workers still publish.
     """
@@ -210,13 +227,17 @@ async def make_worker(
         model: LoadedModel | None = None,
         role: WorkerRole = WorkerRole.BOTH,
         drafter: Drafter | None = None,
+        load_patience_ms: int = LOAD_PATIENCE_MS,
+        steps: PricedSteps | None = None,
     ) -> TestWorker:
         model = model or free_models.pop()
+        if steps is not None:
+            model = steps.of(model)
         block_tokens = model.namespace.layout.block_tokens
         engine = Engine(
             model,
             EngineSettings(block_tokens=block_tokens, prefill_chunk_tokens=32, batch_sequences_max=8),
-            clock=CLOCK,
+            clock=steps or CLOCK,
             drafter=drafter,
         )
         faults: list[CacheFault] = []
@@ -233,11 +254,8 @@ async def make_worker(
             membership=members or membership,
             clock=CLOCK,
             report_fault=faults.append,
+            load_patience_ms=load_patience_ms,
         )
-        # So small a model computes a prompt in less time than a busy machine makes a load wait for its turn; what is
-        # loaded here must not depend on that. `test_slow_source.py` tells what overtakes what.
-        for via in (CacheSource.SHARED_MEMORY, CacheSource.GRPC):
-            worker._timed_nodes.times.add_round_trip(("node-1", via), OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
         await worker.start()
         tested = TestWorker(worker)
         tested.faults = faults

@@ -93,7 +93,7 @@ class SmallSystem:
         group: str = "",
         cache: CacheControl = EVERYTHING,
         max_tokens: int = 2,
-        timeout_ms: int = 30_000,
+        timeout_ms: int = 120_000,
         prefill_worker: str | None = None,
     ) -> Answered:
         """Greedy tokens through the gateway. Raises what a client would be told."""
@@ -129,7 +129,7 @@ class SmallSystem:
 
     async def listed(self, *worker_ids: str) -> None:
         """Wait until the gateway knows exactly these workers."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while {record.worker_id for record in self.gateway.table.live()} != set(worker_ids):
                 await self.gateway.refresh()
                 await asyncio.sleep(0.01)

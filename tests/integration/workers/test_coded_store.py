@@ -1,6 +1,5 @@
 """Workers whose store keeps KV in a lossy codec: half the bytes, the same answer at every reading, a stated loss."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,9 @@ from headrace.config import EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.generation import CachedTokens
 from headrace.engine.load_model import LoadedModel, load_model
+
+from .conftest import meet
+from .priced_steps import PricedSteps
 
 B = 8
 
@@ -123,13 +125,14 @@ async def test_a_preempted_request_that_reuses_nothing_is_exact_with_a_lossy_sto
     make_coded, store_node, make_worker, prompts
 ):
     """Fails if a sequence that gave its blocks up reads back what the codec has left of its own numbers."""
-    worker = await make_worker("worker", model=make_coded("int8"))
+    steps = PricedSteps(price=1_000)  # nothing is read back so slowly that computing it would be sooner
+    worker = await make_worker("worker", model=make_coded("int8"), steps=steps)
     engine = worker.worker.engine
     asked = [prompts(30 + number, salt=50 + number) for number in range(5)]
     cold = [await worker.cold(token_ids, max_tokens=32) for token_ids in asked]
     taken = engine.pool.take(engine.pool.num_blocks - 18)
     try:
-        replies = await asyncio.gather(*(worker.decode(token_ids, max_tokens=32) for token_ids in asked))
+        replies = await meet(worker, steps, [worker.decode(token_ids, max_tokens=32) for token_ids in asked])
     finally:
         engine.pool.unref_all(taken.block_ids)
     assert engine.steps.num_preemptions > 0

@@ -11,6 +11,7 @@ from headrace.core.generation import CacheControl
 from headrace.core.members import WorkerRole
 
 from .gateway_kit import load_again, small_system
+from .priced_steps import PricedSteps
 
 B = 8
 BYPASS = CacheControl(sources=frozenset(), publish=False)
@@ -42,23 +43,26 @@ async def test_a_hot_prompt_spreads_over_four_workers_and_is_computed_a_few_time
 async def test_a_prompt_that_nobody_knows_goes_to_the_idle_worker(store_node, make_worker, membership, prompts):
     """Fails when what a worker holds draws requests that do not share it, or its long answers do not count: one is busy
     with six of them and holds little, the other has nothing to do and holds much."""
-    busy, idle = await make_worker("busy"), await make_worker("idle")
+    steps = PricedSteps()
+    busy, idle = await make_worker("busy", steps=steps), await make_worker("idle", steps=PricedSteps())
     for number in range(6):
         await idle.decode(prompts(12 * B, salt=300 + number))
+    steps.hold_after = lambda rows: len(rows) == 6  # all of them are in the batch, and stay there
     async with small_system(busy, idle, index=store_node._index, membership=membership) as system:
         await system.listed("busy", "idle")
         streams = [
             asyncio.create_task(busy.decode(prompts(B, salt=310 + number), cache=BYPASS, max_tokens=60))
             for number in range(6)
         ]
-        async with asyncio.timeout(10):
-            while busy.worker.engine.load().running < 6:  # noqa: ASYNC110
+        async with asyncio.timeout(60):
+            while steps.may_go.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await system.announced(busy)
+        assert busy.worker.engine.load().running == 6
+        await system.announced(busy, idle)
         answers = [await system.ask(prompts(4 * B, salt=320 + number), max_tokens=1) for number in range(4)]
-        still_busy = busy.worker.engine.load().running
+        steps.hold_after = lambda rows: False
+        steps.may_go.set()
         await asyncio.gather(*streams)
-    assert still_busy, "it has become idle before the last was asked"
     assert [answer.worker_id for answer in answers] == ["idle"] * 4
 
 
@@ -66,7 +70,7 @@ async def test_a_conversation_stays_with_its_worker_and_each_turn_reuses_more(
     store_node, make_worker, membership, prompts
 ):
     """Fails when turns hop between two idle workers, or a turn loses what the one before has computed."""
-    first, second = await make_worker("first"), await make_worker("second")
+    first, second = [await make_worker(name, steps=PricedSteps()) for name in ("first", "second")]
     async with small_system(first, second, index=store_node._index, membership=membership) as system:
         await system.listed("first", "second")
         history, served, cached = prompts(3 * B, salt=330), [], []
@@ -99,11 +103,13 @@ async def test_workers_that_come_under_load_get_work_and_hold_nobody_up(store_no
         async with asyncio.TaskGroup() as callers:
             for number in range(8):
                 callers.create_task(call(number))
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(60):
+                while served["old"] < 8:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
             for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
                 new = await make_worker(f"new {role.value}", role=role)
                 system.calls.workers[new.worker.worker_id] = new
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while served["new decode"] < 8:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 await system.ask(prompts(40 * B, salt=350), prefill_worker="new prefill")
@@ -162,9 +168,16 @@ async def test_two_models_side_by_side_never_meet_and_no_prefill_worker_decodes(
             system.calls.workers[again.worker.worker_id] = again
             await system.listed(*(tested.worker.worker_id for tested in everybody), "one decode again")
             await by_model["one"][1].worker.stop()
-            await asyncio.sleep(0.3)
+
+            def workers(calls) -> set[tuple[str, str]]:
+                return {(each.request.model, each.worker_id) for each in calls}
+
+            async with asyncio.timeout(60):
+                while (names["one"], "one decode again") not in workers(system.calls.decodes) or len(  # noqa: ASYNC110
+                    workers(system.calls.prefills)
+                ) < 2:
+                    await asyncio.sleep(0.05)
             enough.set()
-        decoded = {(c.request.model, c.worker_id) for c in system.calls.decodes}
-        prefilled = {(c.request.model, c.worker_id) for c in system.calls.prefills}
+        decoded, prefilled = workers(system.calls.decodes), workers(system.calls.prefills)
     assert decoded == {(names["one"], "one decode"), (names["one"], "one decode again"), (names["two"], "two decode")}
     assert prefilled == {(names["one"], "one prefill"), (names["two"], "two prefill")}

@@ -13,6 +13,7 @@ from headrace.index.memory_index import MemoryIndex
 from headrace.store.service import StoreNodeService
 
 from .gateway_kit import SmallSystem, load_again, small_system
+from .priced_steps import PricedSteps
 
 B = 8
 
@@ -67,16 +68,19 @@ async def test_stopping_a_worker_again_and_again_under_tiny_calls_fails_none(
                 leaving = await make_worker(f"leave-{number}", model=tiny_models[0])
                 system.calls.workers[leaving.worker.worker_id] = leaving
                 await system.listed("stay", leaving.worker.worker_id)
-                await asyncio.sleep(0.1)
+                async with asyncio.timeout(60):
+                    while not served.get(leaving.worker.worker_id):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
                 await leaving.worker.stop()
             stopped.set()
-    assert sum(worker_id.startswith("leave") for worker_id in served) > 6, served
+    assert sum(worker_id.startswith("leave") for worker_id in served) == 12, served
 
 
 async def test_a_warm_prompt_goes_to_the_worker_beside_its_blocks(store_node, make_worker, membership, prompts):
     """Fails when matches do not decide the routing, so that it is as good as chance: both workers are idle, and one is
     on the host of the node that holds the prompt."""
-    near, far = await make_worker("near"), await make_worker("far", near=False)
+    near = await make_worker("near", steps=PricedSteps())
+    far = await make_worker("far", near=False, steps=PricedSteps())
     async with small_system(near, far, index=store_node._index, membership=membership) as system:
         await system.listed("near", "far")
         for number in range(3):
@@ -113,7 +117,7 @@ async def ills(system: SmallSystem) -> dict[str, str]:
 
 async def indexed(store_node: StoreNodeService, prompt: HashedPrompt) -> None:
     """Wait until the index names all full blocks of a prompt."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             match = await store_node._index.longest_prefix(prompt.namespace, prompt.chain)
             if match.num_blocks == len(prompt.chain):
