@@ -21,6 +21,7 @@ from pathlib import Path
 from headrace.compose import check_drafter, check_tenants, prepare_model
 from headrace.config import Config, config_to_flat, load_config
 from headrace.core.errors import HeadraceError
+from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
 from headrace.engine.drafter import NGRAM, OFF
 from headrace_cluster.local_instance import (
     CONFIG_FILE,
@@ -36,7 +37,7 @@ from headrace_cluster.local_instance import (
     read_state,
     remove_files_of,
 )
-from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
+from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE, MESSAGE_BYTES_VARIABLE
 
 # The supervisor has its own bound for each part it starts (`supervisor.py`); this is above their sum.
 START_TIMEOUT_S = 900.0
@@ -129,6 +130,7 @@ def _spawn_supervisor(state_dir: Path, instance_id: str) -> "subprocess.Popen[by
         # on one machine would be shut for half a minute; a check costs a call of 1 ms.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
         CALLBACK_VARIABLE: CALLBACK,
+        MESSAGE_BYTES_VARIABLE: str(GRPC_MESSAGE_BYTES_MAX),
     }
     with open(state_dir / LOG_FILE, "wb") as log:
         return subprocess.Popen(

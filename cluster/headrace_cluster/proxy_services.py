@@ -23,7 +23,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve.exceptions import RequestCancelledError
 
+from headrace.core.errors import DeadlineExceeded
+from headrace.core.front_door_limits import UNREAD_TIMEOUT_MS
+from headrace.gateway.write_message import write_message
 from headrace.wire.refuse_undecodable import refuse_undecodable, refusing
+from headrace.wire.status import message_of, status_of
 from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
 from headrace.wire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from headrace_cluster.caller_presence import CALLER_KEY, Presence
@@ -167,8 +171,11 @@ class _NamingContext:
         return getattr(self._context, name)
 
 
-def write_stream(stream: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Handler:
-    """The same handler as a coroutine that writes; cancelling it at any await cancels inside `stream`'s own await."""
+def write_stream(
+    stream: Callable[[Any, Any], AsyncGenerator[Any, None]], *, unread_timeout_ms: int = UNREAD_TIMEOUT_MS
+) -> Handler:
+    """The same handler as a coroutine that writes; cancelling it at any await cancels inside `stream`'s own await, and
+    so does a client that takes nothing for `unread_timeout_ms`."""
 
     async def handle(request: Any, context: Any) -> None:
         messages = stream(request, context)
@@ -176,7 +183,10 @@ def write_stream(stream: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Han
         try:
             while (message := await coming) is not None:
                 coming = asyncio.create_task(anext(messages, None))
-                await context.write(message)
+                await write_message(context, message, timeout_ms=unread_timeout_ms)
+        except DeadlineExceeded as unread:
+            context.set_code(status_of(unread).grpc_code)
+            context.set_details(message_of(unread))
         finally:
             await _cancel_inside(messages, coming)
 

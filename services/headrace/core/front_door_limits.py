@@ -8,3 +8,27 @@ RATE_ACCOUNTS_MAX = 2 * API_KEYS_MAX
 
 # The highest rate that a tenants file may name: more is a mistake, and a level of it is still exact in a double.
 RATE_PER_MINUTE_MAX = 1_000_000_000
+
+# Request line and headers of one HTTP request. Browsers and proxies send 8 KiB at most; a key has API_KEY_CHARS_MAX.
+HTTP_HEAD_BYTES_MAX = 32 * 1024
+
+# From the first byte (or the connection, if none comes) to the end of the headers: they fit in a few packets.
+HTTP_HEAD_TIMEOUT_MS = 10_000
+
+# From the headers to the end of the body: REQUEST_BODY_BYTES_MAX at 0.6 Mbit/s, and a refused one is drained meanwhile.
+HTTP_BODY_TIMEOUT_MS = 60_000
+
+# A client that takes nothing for so long while something waits for it is gone or means harm: its connection is closed
+# and its work ends. 60 s are more than any network needs to come back without losing its connections.
+UNREAD_TIMEOUT_MS = 60_000
+
+# Connections to one proxy: a thousand callers with some to spare. Each may hold its head, 64 KiB of a body in the
+# transport and as much of an answer: 160 KiB each, 320 MiB in all.
+HTTP_CONNECTIONS_MAX = 2_048
+
+# Bytes of bodies that one proxy keeps, so as to ask another gateway when one dies: 64 of the largest. A request beyond
+# it is passed on as it comes and asked once.
+HTTP_KEPT_BYTES_MAX = 256 * 1024 * 1024
+
+# How long what a refused client still sends is read and thrown away, so that it sees the answer.
+HTTP_LINGER_MS = 1_000

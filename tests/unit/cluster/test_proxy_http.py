@@ -89,3 +89,17 @@ async def test_a_body_over_the_bound_goes_through_once_and_whole():
     await front.ask()
     assert front.bodies == [b"".join(parts)]
     assert front.sent[0]["status"] == 503
+
+
+async def test_bodies_are_kept_as_far_as_there_is_room_and_then_passed_on_as_they_come():
+    """Fails when strangers can have a proxy keep any number of bodies, or room is not given back."""
+    small = Front(b"ab", b"cd", dying=1)
+    asked = TryAgainWhenDied(small.gateways, kept_bytes_max=3)
+    await asked({"type": "http"}, small.receive, small.send)
+    assert small.bodies == [b"abcd", b"abcd"]  # whole when its last part came: nothing was left to keep
+    large = Front(b"abcd", b"ef", dying=1)
+    asked = TryAgainWhenDied(large.gateways, kept_bytes_max=3)
+    await asked({"type": "http"}, large.receive, large.send)
+    assert large.bodies == [b"abcdef"]
+    assert large.sent[0]["status"] == 503
+    assert asked._kept._bytes == 0

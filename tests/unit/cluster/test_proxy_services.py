@@ -52,12 +52,20 @@ class Client:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.code = None
+        self.details = ""
         self.takes = asyncio.Event()
         self.takes.set()
 
     async def write(self, message: int) -> None:
         await self.takes.wait()
         self.received.append(message)
+
+    def set_code(self, code) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
 
 
 async def test_all_messages_arrive_in_order_and_the_stream_ends():
@@ -174,3 +182,16 @@ async def test_a_stream_names_the_proxy_that_must_live_for_it_and_a_client_canno
     assert metadata == [("a", "b"), (CALLER_KEY, await presence.address())]
     assert peer == "the client"
     await presence.close()
+
+
+async def test_a_client_that_never_reads_ends_its_call_and_the_work_for_it():
+    """Fails when a message waits for ever for a client that takes nothing."""
+    replica, client = Replica(3), Client()
+    client.takes.clear()
+    replica.numbers.put_nowait(1)
+    handler = write_stream(nested_as_in_serve(replica), unread_timeout_ms=20)
+    async with asyncio.timeout(30):
+        await handler(None, client)
+    assert replica.cancelled
+    assert client.received == []
+    assert client.code is grpc.StatusCode.DEADLINE_EXCEEDED
