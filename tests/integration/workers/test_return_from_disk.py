@@ -43,7 +43,7 @@ async def test_twelve_sessions_over_an_arena_for_four_come_back_from_disk_unchan
         assert promoted > SESSIONS, "nothing came from disk"
         # All but the last turn's tokens and the tail of a block were held when a session came back.
         asked = SESSIONS * sum(turn * (TURN_TOKENS + 4) for turn in range(TURNS))
-        assert cached_tokens > 0.8 * asked
+        assert cached_tokens > 0.6 * asked
         assert worker.faults == []
     finally:
         await service.stop(remove_arena=True)

@@ -3,58 +3,75 @@
 from dataclasses import dataclass
 from statistics import median
 
-from .gateway_kit import Answered, small_system
+from .gateway_kit import Answered, SmallSystem, small_system
+from .priced_steps import PricedSteps
 
 B = 8
 PAIRS = 12
+TRIES = 3
 LONG = 60 * B  # two thirds of a worker's pool: what is saved by a hit is most of the answer's time
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one caller saw, and what the steps cost that were computed for it, on their own clock."""
+
+    answered: Answered
+    steps_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """What one round's four callers saw."""
 
-    cold: Answered
-    known: Answered
-    unknown: Answered
-    warm: Answered
+    cold: Ask
+    known: Ask
+    unknown: Ask
+    warm: Ask
 
 
 async def test_the_time_to_the_first_token_tells_one_group_nothing_of_another(
     store_node, make_worker, membership, prompts
 ):
     """A paired design: in each round, group one asks P cold; group two asks P (sent by one before) and Q (sent by
-    nobody), taking turns which of them comes first; group one asks P again. Fails when P is quicker for two than Q by a
-    noticeable part of what a hit saves; void when a hit does not save most of the time."""
-    worker = await make_worker("worker")
-    rounds: list[Round] = []
+    nobody), taking turns which of them comes first; group one asks P again. Fails when a step more or less is computed
+    for P than for Q, or P is quicker for two than Q by a noticeable part of what a hit saves, each time that it is
+    tried; void when a hit does not save most of the time."""
+    steps = PricedSteps()
+    worker = await make_worker("worker", steps=steps)
+
+    async def ask(system: SmallSystem, prompt: list[int], group: str) -> Ask:
+        began_s = steps.time_s
+        answered = await system.ask(prompt, group=group)
+        await worker.published()
+        return Ask(answered, round(steps.time_s - began_s, 9))
+
+    async def pair(system: SmallSystem, number: int) -> Round:
+        sent, unsent = prompts(LONG, salt=1_000 + 2 * number), prompts(LONG, salt=1_001 + 2 * number)
+        cold = await ask(system, sent, "tenant:one")
+        if number % 2:
+            known, unknown = await ask(system, sent, "tenant:two"), await ask(system, unsent, "tenant:two")
+        else:
+            unknown, known = await ask(system, unsent, "tenant:two"), await ask(system, sent, "tenant:two")
+        warm = await ask(system, sent, "tenant:one")
+        assert (known.answered.cached.total, unknown.answered.cached.total) == (0, 0)
+        assert warm.answered.cached.total >= LONG - 2 * B
+        assert warm.answered.token_ids == known.answered.token_ids == cold.answered.token_ids
+        assert known.steps_s == unknown.steps_s == cold.steps_s
+        assert warm.steps_s < cold.steps_s / 2
+        return Round(cold, known, unknown, warm)
+
+    told = []
     async with small_system(worker, index=store_node._index, membership=membership) as system:
-
-        async def ask(prompt: list[int], group: str) -> Answered:
-            answered = await system.ask(prompt, group=group)
-            await worker.published()
-            return answered
-
         for warm_up in range(3):
-            await ask(prompts(LONG, salt=900 + warm_up), "tenant:warm-up")
-        for pair in range(PAIRS):
-            sent, unsent = prompts(LONG, salt=1_000 + 2 * pair), prompts(LONG, salt=1_001 + 2 * pair)
-            cold = await ask(sent, "tenant:one")
-            if pair % 2:
-                known, unknown = await ask(sent, "tenant:two"), await ask(unsent, "tenant:two")
-            else:
-                unknown, known = await ask(unsent, "tenant:two"), await ask(sent, "tenant:two")
-            warm = await ask(sent, "tenant:one")
-            assert (known.cached.total, unknown.cached.total) == (0, 0)
-            assert warm.cached.total >= LONG - 2 * B
-            assert warm.token_ids == known.token_ids == cold.token_ids
-            rounds.append(Round(cold, known, unknown, warm))
-    saved_s = median(r.cold.ttft_s - r.warm.ttft_s for r in rounds)
-    assert saved_s > median(r.cold.ttft_s for r in rounds) / 2
-    assert abs(median(r.unknown.ttft_s - r.known.ttft_s for r in rounds)) < saved_s / 2
-    # By the clock a loaded machine hides small differences. What the work took shows them, and a rank test finds one
-    # that is small but always there.
-    saved_s = median(r.cold.ttft_cpu_s - r.warm.ttft_cpu_s for r in rounds)
-    told_s = [r.unknown.ttft_cpu_s - r.known.ttft_cpu_s for r in rounds]
-    assert abs(median(told_s)) < saved_s / 8
-    assert 1 <= sum(seconds > 0 for seconds in told_s) <= PAIRS - 1 or abs(median(told_s)) < saved_s / 50
+            await ask(system, prompts(LONG, salt=900 + warm_up), "tenant:warm-up")
+        for attempt in range(TRIES):
+            rounds = [await pair(system, attempt * PAIRS + number) for number in range(PAIRS)]
+            # Of the processor, since by the clock a busy machine hides small differences. It adds to this, too, by
+            # chance: what is always there is there each time.
+            saved_s = median(r.cold.answered.ttft_cpu_s - r.warm.answered.ttft_cpu_s for r in rounds)
+            told_s = median(r.unknown.answered.ttft_cpu_s - r.known.answered.ttft_cpu_s for r in rounds)
+            if saved_s > median(r.cold.answered.ttft_cpu_s for r in rounds) / 2 and abs(told_s) < saved_s / 8:
+                return
+            told.append((told_s, saved_s))
+    raise AssertionError(told)
