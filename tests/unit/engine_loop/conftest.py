@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from headrace.engine.model_runner import SequenceStep
 BLOCK_TOKENS = 8
 VOCAB = 256
 CLOCK = SystemClock()
+T = TypeVar("T")
 
 
 def make_byte_tokenizer() -> Tokenizer:
@@ -174,27 +175,82 @@ async def generate(
     )
 
 
+class StepGate:
+    """Lets so many steps go, and no more: what is asked for meanwhile is there at once, so that sequences meet however
+    fast or slow the machine is."""
+
+    def __init__(self, *, may_go: float = 0) -> None:
+        """may_go: steps that go before somebody waits."""
+        self.num_steps = 0  # that were let go
+        self.is_waiting = False  # whether the step thread stands here
+        self._may_go = may_go
+        self._changed = threading.Condition()
+
+    def let_go(self, num_steps: float = math.inf) -> None:
+        """So many steps may go in all, those before counted."""
+        with self._changed:
+            self._may_go = num_steps
+            self._changed.notify_all()
+
+    def pass_one(self) -> None:
+        """Wait until one more step may go; in the step thread."""
+        with self._changed:
+            self.is_waiting = self.num_steps >= self._may_go
+            assert self._changed.wait_for(lambda: self.num_steps < self._may_go, 120), "the test never let it go"
+            self.is_waiting = False
+            self.num_steps += 1
+
+
 class HeldRunner:
-    """The runner of a model, whose steps wait until they may go on: what is asked for meanwhile is there at once, so
-    that sequences meet however fast or slow the machine is."""
+    """The runner of a model, whose steps wait at a gate that is closed at first."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.may_go = threading.Event()
+        self.gate = StepGate()
+
+    @property
+    def row_multiple(self) -> int:
+        return int(self._runner.row_multiple)
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        assert self.may_go.wait(60), "the test never let the steps go"
-        return self._runner.run_step(steps)
+        self.gate.pass_one()
+        return self._runner.run_step(steps)  # type: ignore[no-any-return]
 
 
-async def meet(engine: Engine, replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-    """Let no step of the engine (over a HeldRunner) go before every one of these is in it; then their replies."""
-    held = engine.model.runner
-    assert isinstance(held, HeldRunner)
+def gate_of(engine: Engine) -> StepGate:
+    """The gate at which an engine's steps wait."""
+    gate = engine.model.runner.gate  # type: ignore[attr-defined]
+    assert isinstance(gate, StepGate)
+    return gate
+
+
+async def begin_together(engine: Engine, replies: Sequence[Coroutine[Any, Any, T]]) -> "list[asyncio.Task[T]]":
+    """Begin these while no step goes; returns when every one is in the engine, which nobody else is using."""
     tasks = [asyncio.create_task(reply) for reply in replies]
-    await until(lambda: engine.load().running + engine.load().waiting == len(tasks), for_s=60)
-    held.may_go.set()
+    await until(lambda: engine.load().running + engine.load().waiting == len(tasks))
+    return tasks
+
+
+async def meet(engine: Engine, replies: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Let no step of the engine go before every one of these is in it; then their replies."""
+    tasks = await begin_together(engine, replies)
+    gate_of(engine).let_go()
     return await asyncio.gather(*tasks)
+
+
+async def in_step(engine: Engine, tasks: "Sequence[asyncio.Task[T]]") -> list[T]:
+    """Let each step go when everybody has heard of the one before; the tasks' replies."""
+    gate = gate_of(engine)
+    while True:
+        await until(lambda: gate.is_waiting or all(task.done() for task in tasks))
+        if all(task.done() for task in tasks):
+            gate.let_go()
+            return await asyncio.gather(*tasks)
+        for _ in range(10):  # its consumers have been told by now: their turns, and those of whom they tell
+            await asyncio.sleep(0)
+        before = gate.num_steps
+        gate.let_go(before + 1)
+        await until(lambda: gate.num_steps > before)  # noqa: B023
 
 
 async def until(condition: Callable[[], bool], *, for_s: float = 60) -> None:
@@ -202,4 +258,4 @@ async def until(condition: Callable[[], bool], *, for_s: float = 60) -> None:
     deadline = Deadline.after(for_s, CLOCK)
     while not condition():
         assert deadline.left_s() > 0, "it did not happen in time"
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.001)

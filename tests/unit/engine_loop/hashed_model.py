@@ -6,6 +6,7 @@ tokens should have been, at a thousandth of the cost of a network. It reads ever
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from headrace.core.key_window import model_window
 from headrace.engine.engine import Engine, FilledBlock
 from headrace.engine.model_runner import SequenceStep
 
-from .conftest import BLOCK_TOKENS, VOCAB, make_prompt
+from .conftest import BLOCK_TOKENS, VOCAB, StepGate, make_prompt
 
 LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=BLOCK_TOKENS)  # 8 B a token
 _WORD = 2**64
@@ -96,8 +97,10 @@ class HashedRunner:
         self._kv = kv
         self.window_tokens = window_tokens
         self.num_rows = 0
+        self.gate = StepGate(may_go=math.inf)
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        self.gate.pass_one()
         wanted: list[int] = []
         for step in steps:
             wanted += self._compute(step)

@@ -16,7 +16,7 @@ from headrace.core.limits import SAVE_PATIENCE_MS
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
 from headrace.engine.schedule_step import StepPlan
 
-from .conftest import BLOCK_TOKENS, VOCAB, admit, until
+from .conftest import BLOCK_TOKENS, VOCAB, admit, begin_together, gate_of, in_step, until
 from .hashed_model import CopyingBackup, HashedRunner, expected_answer, make_hashed_engine
 from .test_block_pool import ManualClock
 
@@ -58,11 +58,18 @@ async def answer(
     return tuple(tokens), finished
 
 
+async def ask_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], backups: Sequence[CopyingBackup | None]
+) -> "list[asyncio.Task[tuple[tuple[int, ...], RunFinished]]]":
+    """All at once, each with 40 tokens. No step has gone yet, nor goes."""
+    gate_of(engine).let_go(0)
+    asks = [answer(engine, p, max_tokens=40, backup=b) for p, b in zip(prompts, backups, strict=True)]
+    return await begin_together(engine, asks)
+
+
 async def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], backups: Sequence[CopyingBackup | None]) -> None:
-    """All at once, each with 40 tokens; every answer must be the right one."""
-    replies = await asyncio.gather(
-        *(answer(engine, p, max_tokens=40, backup=b) for p, b in zip(prompts, backups, strict=True))
-    )
+    """All at once, each with 40 tokens; every answer must be the right one. Consumers keep up with the steps."""
+    replies = await in_step(engine, await ask_all(engine, prompts, backups))
     for prompt, (tokens, finished) in zip(prompts, replies, strict=True):
         assert tokens == expected_answer(prompt, 40)
         assert finished.num_reused_blocks == 0
@@ -84,6 +91,18 @@ async def test_preempted_sequences_are_read_back_when_that_is_sooner(make_engine
     assert engine.steps.preemption.num_reloads > 0
     assert engine.steps.preemption.num_reloaded_blocks == sum(backup.num_reloaded for backup in backups)
     assert rows(engine) < rows(computing)
+
+
+async def one_reloads(engine: Engine, backups: Sequence[CopyingBackup]) -> int:
+    """Let steps go until blocks of somebody are read back, which hangs; who that is."""
+    gate = gate_of(engine)
+    while True:
+        await until(lambda: gate.is_waiting or any(backup.reloading.is_set() for backup in backups))
+        for _ in range(10):  # consumers hear of the step
+            await asyncio.sleep(0)
+        if any(backup.reloading.is_set() for backup in backups):
+            return next(number for number, backup in enumerate(backups) if backup.reloading.is_set())
+        gate.let_go(gate.num_steps + 1)
 
 
 def rows(engine: Engine) -> int:
@@ -127,16 +146,14 @@ async def test_blocks_under_reload_stay_their_runs_until_nobody_writes_to_them(m
     backups = [CopyingBackup(engine) for _ in PROMPTS]
     for backup in backups:
         backup.gate.clear()
-    asks = [
-        asyncio.ensure_future(answer(engine, p, max_tokens=40, backup=b)) for p, b in zip(PROMPTS, backups, strict=True)
-    ]
-    await until(lambda: any(backup.reloading.is_set() for backup in backups))
-    number = next(number for number, backup in enumerate(backups) if backup.reloading.is_set())
+    asks = await ask_all(engine, PROMPTS, backups)
+    number = await one_reloads(engine, backups)
     asks[number].cancel()
     with pytest.raises(asyncio.CancelledError):
         await asks[number]
     for backup in backups:
         backup.gate.set()
+    gate_of(engine).let_go()
     for other in range(5):
         if other != number:
             assert (await asks[other])[0] == expected_answer(PROMPTS[other], 40)
@@ -148,19 +165,23 @@ async def test_who_is_read_back_slowly_stops_nobody_and_keeps_its_blocks(make_en
     away again: its blocks would be written to when they are somebody else's."""
     engine = make_hashed_engine(make_engine, num_blocks=20)
     backups = [CopyingBackup(engine) for _ in PROMPTS]
-    asks = [
-        asyncio.ensure_future(answer(engine, p, max_tokens=40, backup=b)) for p, b in zip(PROMPTS, backups, strict=True)
-    ]
-    slow = backups[-1]  # the newest: of those that cost the same it gives way first
-    slow.gate.clear()
-    await until(slow.reloading.is_set)
+    for backup in backups:
+        backup.gate.clear()
+    asks = await ask_all(engine, PROMPTS, backups)
+    number = await one_reloads(engine, backups)
+    slow = asks.pop(number)
+    for backup in [*backups[:number], *backups[number + 1 :]]:
+        backup.gate.set()
     num_preemptions = engine.steps.num_preemptions
     new = [make_tokens(20, seed=50 + number) for number in range(4)]
-    others = await asyncio.gather(*asks[:-1], *(answer(engine, prompt, max_tokens=40) for prompt in new))
+    asks += [asyncio.create_task(answer(engine, prompt, max_tokens=40)) for prompt in new]
+    await until(lambda: engine.load().running + engine.load().waiting == sum(not ask.done() for ask in asks) + 1)
+    others = await in_step(engine, asks)
     assert engine.steps.num_preemptions > num_preemptions, "nobody had to give way meanwhile"
-    assert not asks[-1].done()
-    slow.gate.set()
-    for prompt, (tokens, _) in zip([*PROMPTS[:-1], *new, PROMPTS[-1]], [*others, await asks[-1]], strict=True):
+    assert not slow.done()
+    backups[number].gate.set()
+    prompts = [*PROMPTS[:number], *PROMPTS[number + 1 :], *new, PROMPTS[number]]
+    for prompt, (tokens, _) in zip(prompts, [*others, await slow], strict=True):
         assert tokens == expected_answer(prompt, 40)
 
 
@@ -170,11 +191,12 @@ async def test_an_engine_that_stops_ends_its_reloads_and_holds_nothing(make_engi
     backups = [CopyingBackup(engine) for _ in PROMPTS]
     for backup in backups:
         backup.gate.clear()
-    asks = [
-        asyncio.ensure_future(answer(engine, p, max_tokens=40, backup=b)) for p, b in zip(PROMPTS, backups, strict=True)
-    ]
-    await until(lambda: any(backup.reloading.is_set() for backup in backups))
-    await engine.stop()
+    asks = await ask_all(engine, PROMPTS, backups)
+    await one_reloads(engine, backups)
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)
+    gate_of(engine).let_go()
+    await stopping
     replies = await asyncio.gather(*asks, return_exceptions=True)
     assert any(isinstance(reply, WorkerUnavailable) for reply in replies)
 
@@ -207,9 +229,7 @@ async def test_a_plan_that_waits_for_saved_blocks_is_made_again_however_late_the
     engine.steps._plan = plan_and_lose_the_core  # type: ignore[method-assign]
     backups = [SilentOnce(engine, copies_filled=False) for _ in PROMPTS[:3]]
     try:
-        async with asyncio.timeout(10):
-            await asyncio.gather(
-                *(answer(engine, p, max_tokens=40, backup=b) for p, b in zip(PROMPTS[:3], backups, strict=True))
-            )
+        async with asyncio.timeout(60):
+            await in_step(engine, await ask_all(engine, PROMPTS[:3], backups))
     finally:
         engine.pool.unref_all(held)

@@ -112,7 +112,7 @@ async def serve_all(engine: Engine, asks: list[Ask]) -> list[int]:
     for task, ask in zip(tasks, asks, strict=True):
         if ask.gone_after_s is not None:
             asyncio.get_running_loop().call_later(ask.gone_after_s, task.cancel)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, Exception):  # a cancellation is none
