@@ -32,3 +32,9 @@ HTTP_KEPT_BYTES_MAX = 256 * 1024 * 1024
 
 # How long what a refused client still sends is read and thrown away, so that it sees the answer.
 HTTP_LINGER_MS = 1_000
+
+# How often calls that were refused for their key leave an audit line: a line of 200 to 800 bytes each second at most.
+AUDIT_REFUSALS_MS = 1_000
+
+# Addresses named in one such line; more of them are one attack and are counted.
+AUDIT_PEERS_MAX = 16

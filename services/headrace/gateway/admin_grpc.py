@@ -31,7 +31,7 @@ from headrace.gateway.move_block import move_block, read_block
 from headrace.gateway.order_prefix import order_prefix
 from headrace.gateway.peer_gateways import PeerGateways
 from headrace.gateway.price_eviction import count_hits, price_eviction
-from headrace.gateway.refuse_call import RefuseCall
+from headrace.gateway.refuse_call import RefuseCall, telling
 from headrace.gateway.service import GatewayService
 from headrace.gateway.set_quota import set_quota
 from headrace.wire.render import (
@@ -63,7 +63,7 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         """peers: the other gateways, which are asked for requests that this one does not remember; None asks nobody."""
         self._service = service
         self._fleet = Fleet(service, channel_to=channel_to)
-        self._refuse = refuse
+        self._refuse = telling(refuse, service.call_refused)
         self._peers = peers
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, grpc_context: Any) -> admin_pb2.ListBlocksReply:
@@ -263,6 +263,8 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         reports = await evict_everywhere(
             self._fleet, selectors, dry_run=request.dry_run, holders=holders, who=scope.tenant.name
         )
+        if not request.dry_run:
+            self._audit("evict", request.selector, scope, reports)  # before anything else can fail
         spaces = dict.fromkeys(EvictSelector(namespace=selector.namespace) for selector in selectors)
         listing = await list_everywhere(self._fleet, tuple(spaces), limit=LIST_BLOCKS_MAX)
         price = price_eviction(
@@ -273,8 +275,6 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         )
         owners = self._fleet.namespace_to_account()
         hits = count_hits(reports if request.dry_run else (), listed=listing.blocks, namespace_to_account=owners)
-        if not request.dry_run:
-            self._audit("evict", request.selector, scope, reports)
         measured = self._service.prefill_rate.tokens_per_s
         source = "configured" if request.tokens_per_s > 0 else "measured" if measured else ""
         return admin_pb2.EvictReply(

@@ -38,6 +38,10 @@ class RequestObserver(Protocol):
         """One of a tenant's requests had to be refused, for one of `refusal_reason`."""
         ...
 
+    def call_refused(self, error: Exception) -> None:
+        """A call of any API, admin calls too, ended with an error before anything was passed on."""
+        ...
+
 
 def refusal_reason(error: Overloaded) -> str:
     """Why a request found no room: one of its tenant's rates by name, `share` or `full`."""

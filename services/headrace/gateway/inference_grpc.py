@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from headrace.core.limits import HEALTH_WATCH_MS
 from headrace.gateway.authenticate import authorization_of
-from headrace.gateway.refuse_call import RefuseCall
+from headrace.gateway.refuse_call import RefuseCall, telling
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
 from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
 from headrace.wire.parse import parse_generate_request
@@ -30,7 +30,7 @@ class InferenceRpc:
 
     def __init__(self, service: GatewayService, *, refuse: RefuseCall) -> None:
         self._service = service
-        self._refuse = refuse
+        self._refuse = telling(refuse, service.call_refused)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, grpc_context: Any
@@ -80,7 +80,7 @@ class HealthRpc:
 
     def __init__(self, service: GatewayService, *, refuse: RefuseCall) -> None:
         self._service = service
-        self._refuse = refuse
+        self._refuse = telling(refuse, service.call_refused)
 
     async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Any) -> health_pb2.HealthCheckResponse:
         """The state now; NOT_FOUND for a service that is not served here."""

@@ -62,7 +62,7 @@ def build_http_app(service: GatewayService, *, metrics_text: Callable[[], bytes]
             Route("/ready", api.ready),
             Route("/metrics", api.metrics),
         ],
-        exception_handlers={HTTPException: _http_error, HeadraceError: _error, Exception: _error},
+        exception_handlers={HTTPException: _http_error, HeadraceError: api.error, Exception: api.error},
     )
 
 
@@ -122,6 +122,17 @@ class _Api:
         return PlainTextResponse(self._metrics_text(), media_type="text/plain; version=0.0.4")
 
     async def _answer(self, request: Request, parse: Callable[[JsonObject], OpenAiRequest], *, chat: bool) -> Response:
+    async def error(self, request: Request, error: Exception) -> Response:
+        """Any error as OpenAI spells it. What is not ours is logged with its trace and told without details."""
+        if not isinstance(error, HeadraceError):
+            log.error("unexpected error for %s", request.url.path, exc_info=error)
+        self._service.call_refused(error, request.client.host if request.client else "")
+        return JSONResponse(
+            render_error(error),
+            status_code=status_of(error).http_status,
+            headers=_request_id_headers(request) | http_headers(error),
+        )
+
         """Read, parse and generate. Errors until the first token have an HTTP status of their own."""
         tenant = self._caller(request)
         wanted = parse(parse_json_body(await read_body(request)))
@@ -342,17 +353,6 @@ def _request_id_headers(request: Request) -> dict[str, str]:
     """The caller's own `x-request-id`, cut; a label for its logs, never an identity here."""
     given = request.headers.get("x-request-id", "")[:CLIENT_REQUEST_ID_CHARS_MAX]
     return {"x-request-id": given} if given else {}
-
-
-async def _error(request: Request, error: Exception) -> Response:
-    """Any error as OpenAI spells it. What is not ours is logged with its trace and told without details."""
-    if not isinstance(error, HeadraceError):
-        log.error("unexpected error for %s", request.url.path, exc_info=error)
-    return JSONResponse(
-        render_error(error),
-        status_code=status_of(error).http_status,
-        headers=_request_id_headers(request) | http_headers(error),
-    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

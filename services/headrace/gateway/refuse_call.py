@@ -13,6 +13,16 @@ log = logging.getLogger(__name__)
 RefuseCall = Callable[[Any, Exception], Awaitable[NoReturn]]
 
 
+def telling(refuse: RefuseCall, tell: Callable[[Exception, str], None]) -> RefuseCall:
+    """The same way to refuse a call, of which `tell` hears first: the error, and where the call came from."""
+
+    async def tell_and_refuse(context: Any, error: Exception) -> NoReturn:
+        tell(error, context.peer())
+        await refuse(context, error)
+
+    return tell_and_refuse
+
+
 async def refuse_call(context: Any, error: Exception) -> NoReturn:
     """End a call of a grpc.aio server with the error's code, message and metadata."""
     _log_if_ours(error)

@@ -71,6 +71,10 @@ REFUSAL_REASONS = ("requests_per_minute", "tokens_per_minute", "concurrent_max",
 INDEX_CALLS = ("longest_prefix", "register", "deregister", "sweep")
 
 
+REFUSED_CALLS = (
+    "unauthenticated", "permission_denied", "too_large", "unknown_model", "context_exceeded", "invalid", "no_room",
+    "deadline", "other",
+)  # fmt: skip
 class Metrics:
     """The metrics of one process and the registry they live in. Series with fixed labels exist from the start, at 0."""
 
@@ -164,6 +168,14 @@ class Metrics:
         self.good_requests = Counter(
             "headrace_good_requests",
             "Of those, the finished ones within ttft_slo_ms and itl_slo_ms.",
+        self.refused_calls = Counter(
+            "headrace_refused_calls",
+            "Calls of any API, admin calls too, that ended with an error before anything was passed on.",
+            ["reason"],
+            registry=self.registry,
+        )
+        for refused in REFUSED_CALLS:
+            self.refused_calls.labels(refused)
             registry=self.registry,
         )
         self.router_decisions = Counter(

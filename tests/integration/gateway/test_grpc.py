@@ -198,6 +198,9 @@ class PlainContext:
     def invocation_metadata(self):
         return [("user-agent", "grpc")]
 
+    def peer(self):
+        return "ipv4:127.0.0.1:1"
+
     def set_code(self, code):
         self.told["code"] = code
 

@@ -43,6 +43,9 @@ class Context:
     def invocation_metadata(self):
         return [("authorization", f"Bearer {self._key}")]
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     def set_code(self, code) -> None: ...
 
     def set_details(self, details: str) -> None:

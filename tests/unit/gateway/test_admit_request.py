@@ -140,6 +140,9 @@ class Remembered:
     def refused(self, tenant, reason):
         assert reason in REFUSAL_REASONS
 
+    def call_refused(self, error):
+        """As RequestObserver.call_refused."""
+
 
 def ask(**options) -> ClientRequest:
     return ClientRequest(model="tiny", prompt=PROMPT, sampling=SamplingOptions(max_tokens=3), **options)

@@ -68,6 +68,9 @@ class Remembered:
     def refused(self, tenant, reason):
         assert reason in REFUSAL_REASONS
 
+    def call_refused(self, error):
+        """As RequestObserver.call_refused."""
+
 
 @pytest.mark.parametrize(
     ("error", "outcome"),

@@ -1,0 +1,167 @@
+"""What is left behind of every changing admin call and of every refused key: lines of the audit log, and counts."""
+
+import json
+
+import grpc
+import httpx
+import pytest
+from admin_kit import admin_over, store_text
+
+from headrace.core.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    RateLimited,
+    RequestTooLarge,
+    Unauthenticated,
+    UnknownModel,
+    WorkerUnavailable,
+)
+from headrace.core.front_door_limits import AUDIT_PEERS_MAX
+from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_key
+from headrace.gateway.audit_log import RefusalLog
+from headrace.gateway.openai_http import build_http_app
+from headrace.telemetry.gateway_metrics import RouteMetrics
+from headrace.telemetry.metrics import REFUSED_CALLS, Metrics
+from headrace.wire.v1 import admin_pb2
+
+TEXT = "sharedheadtail!!"
+USER, OPERATOR = Tenant("acme", "tenant:acme"), Tenant("operator", "tenant:operator", TenantRole.ADMIN)
+KEYS = {tenant: new_key() for tenant in (USER, OPERATOR)}
+RING = KeyRing(tuple((HashedKey.of(key), tenant) for tenant, key in KEYS.items()))
+
+READING = {"ListBlocks", "Stat", "Status", "WhyMiss", "ExplainRoute", "ReadBlock", "ListTenants"}
+PREFIX = admin_pb2.Selector(prefix_text=TEXT, tenant="acme")
+CHANGING = {
+    "Pin": ("pin", lambda block: admin_pb2.PinRequest(selector=PREFIX)),
+    "Unpin": ("unpin", lambda block: admin_pb2.PinRequest(selector=PREFIX)),
+    "SetTtl": ("set ttl", lambda block: admin_pb2.SetTtlRequest(selector=PREFIX, ttl_s=60)),
+    "SetQuota": ("set quota", lambda block: admin_pb2.SetQuotaRequest(tenant="acme", bytes_max=1 << 30)),
+    "WriteBlock": ("import block", lambda block: block),
+    "Doctor": ("doctor --fix", lambda block: admin_pb2.DoctorRequest(fix=True)),
+    "Evict": ("evict", lambda block: admin_pb2.EvictRequest(selector=PREFIX)),
+    "DrainNode": ("drain", lambda block: admin_pb2.DrainNodeRequest(holder="node:n1", without_moving=True)),
+}
+
+
+class HandClock:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.time_s = 100.0
+
+    def now_s(self):
+        return self.time_s
+
+    def unix_ms(self):
+        return int(self.time_s * 1000)
+
+
+def as_(tenant):
+    return (("authorization", f"Bearer {KEYS[tenant]}"),)
+
+
+def lines_of(caplog):
+    return [json.loads(record.getMessage()) for record in caplog.records if record.name == "headrace.audit"]
+
+
+def test_every_admin_call_is_known_as_reading_or_as_changing():
+    """Fails when a call is added of which nobody has said whether it must leave a line."""
+    rpcs = {method.name for method in admin_pb2.DESCRIPTOR.services_by_name["CacheAdmin"].methods}
+    assert rpcs == READING | set(CHANGING)
+
+
+async def test_every_changing_call_leaves_one_line_with_who_and_what(model_path, caplog):
+    """Fails for a change that leaves none."""
+    caplog.set_level("INFO", "headrace.audit")
+    async with admin_over(model_path, "n1", key_ring=RING) as admin:
+        store_text(admin.kits["n1"], TEXT, group=USER.trust_group)
+        listed = (await admin.stub.ListBlocks(admin_pb2.ListBlocksRequest(), metadata=as_(OPERATOR))).blocks
+        first = next(block for block in listed if block.position == 0)
+        block = await admin.stub.ReadBlock(
+            admin_pb2.ReadBlockRequest(holder="node:n1", namespace=first.namespace, chain=[first.block_hash]),
+            metadata=as_(OPERATOR),
+        )
+        block.holder = "node:n1"
+        assert lines_of(caplog) == []
+        for rpc, (what, request) in CHANGING.items():
+            caplog.clear()
+            call = getattr(admin.stub, rpc)(request(block), metadata=as_(OPERATOR))
+            if rpc == "DrainNode":
+                async for _ in call:
+                    pass
+            else:
+                await call
+            assert [(line["who"], line["what"]) for line in lines_of(caplog)] == [("operator", what)], rpc
+            assert TEXT not in caplog.text
+
+
+async def test_refused_keys_leave_lines_and_counts_over_both_apis_and_no_key_is_in_them(model_path, caplog):
+    """Fails when somebody who tries keys is not seen, or what was tried is written down."""
+    caplog.set_level("INFO")
+    metrics, wrong = Metrics(), "hr-" + "x" * 40
+    options = {"key_ring": RING, "requests": RouteMetrics(metrics)}
+    async with admin_over(model_path, **options) as admin:
+        transport = httpx.ASGITransport(build_http_app(admin.gateway.service), client=("192.0.2.7", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            for headers in ({}, {"authorization": f"Bearer {wrong}"}):
+                assert (await http.post("/v1/completions", json={}, headers=headers)).status_code == 401
+            for metadata in ((), (("authorization", f"Bearer {wrong}"),), as_(USER)):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await admin.stub.Status(admin_pb2.StatusRequest(), metadata=metadata)
+        admin.gateway.service._refusals._told_s = float("-inf")
+        admin.gateway.service._refusals.flush()
+    lines = [line for line in lines_of(caplog) if line["what"] == "refused"]
+    assert sum(line["effect"].get("no or unknown key", 0) for line in lines) == 4
+    assert sum(line["effect"].get("may not see every worker's load", 0) for line in lines) == 1
+    peers = {peer for line in lines for peer in line["asked"]["peers"]}
+    assert "192.0.2.7" in peers
+    assert any("127.0.0.1" in peer for peer in peers)
+    assert not [key for key in (wrong, *KEYS.values()) if key in caplog.text]
+    value = metrics.registry.get_sample_value
+    assert value("headrace_refused_calls_total", {"reason": "unauthenticated"}) == 4
+    assert value("headrace_refused_calls_total", {"reason": "permission_denied"}) == 1
+
+
+def test_somebody_who_tries_keys_by_the_thousand_leaves_one_line_a_second(caplog):
+    """Fails when the log can be filled from outside, or what was left out is not counted later."""
+    caplog.set_level("INFO", "headrace.audit")
+    clock = HandClock()
+    refusals = RefusalLog(clock)
+    for number in range(3_000):
+        refusals.saw(Unauthenticated("no API key was sent"), peer=f"192.0.2.{number % 250}")
+        clock.time_s += 0.001
+    clock.time_s += 1.0
+    refusals.flush()
+    refusals.saw(InvalidRequest("wrong"), peer="192.0.2.1")
+    lines = lines_of(caplog)
+    assert len(lines) <= 5
+    assert sum(line["effect"]["no or unknown key"] for line in lines) == 3_000
+    assert all(len(line["asked"]["peers"]) <= AUDIT_PEERS_MAX for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Unauthenticated("no key"), "unauthenticated"),
+        (PermissionDenied("drain nodes"), "permission_denied"),
+        (RequestTooLarge(1), "too_large"),
+        (UnknownModel("x", []), "unknown_model"),
+        (ContextExceeded("long", tokens_max=1), "context_exceeded"),
+        (InvalidRequest("wrong"), "invalid"),
+        (RateLimited("concurrent_max", "2", retry_after_ms=1), "no_room"),
+        (Overloaded("full", retry_after_ms=1), "no_room"),
+        (DeadlineExceeded("a worker"), "deadline"),
+        (WorkerUnavailable("d0", "died"), "other"),
+        (HeadraceError("?"), "other"),
+        (ValueError("?"), "other"),
+    ],
+)
+def test_every_refusal_is_counted_under_one_known_reason(error, reason):
+    assert reason in REFUSED_CALLS
+    metrics = Metrics()
+    RouteMetrics(metrics).call_refused(error)
+    assert metrics.registry.get_sample_value("headrace_refused_calls_total", {"reason": reason}) == 1
