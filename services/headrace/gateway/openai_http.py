@@ -121,7 +121,6 @@ class _Api:
             raise HTTPException(404, "this process exports no metrics here")
         return PlainTextResponse(self._metrics_text(), media_type="text/plain; version=0.0.4")
 
-    async def _answer(self, request: Request, parse: Callable[[JsonObject], OpenAiRequest], *, chat: bool) -> Response:
     async def error(self, request: Request, error: Exception) -> Response:
         """Any error as OpenAI spells it. What is not ours is logged with its trace and told without details."""
         if not isinstance(error, HeadraceError):
@@ -133,6 +132,7 @@ class _Api:
             headers=_request_id_headers(request) | http_headers(error),
         )
 
+    async def _answer(self, request: Request, parse: Callable[[JsonObject], OpenAiRequest], *, chat: bool) -> Response:
         """Read, parse and generate. Errors until the first token have an HTTP status of their own."""
         tenant = self._caller(request)
         wanted = parse(parse_json_body(await read_body(request)))

@@ -29,8 +29,8 @@ from headrace.core.rate_limits import RateAccounts
 from headrace.core.sequence_room import SequenceRoom
 from headrace.core.tenants import KeyRing, Tenant, groups_of
 from headrace.gateway.admit_request import Places, admit_request, shortest_queue_s
-from headrace.gateway.authenticate import authenticate
 from headrace.gateway.audit_log import RefusalLog
+from headrace.gateway.authenticate import authenticate
 from headrace.gateway.goodput import LatencyTargets, RequestObserver, RequestOutcome, observed_request
 from headrace.gateway.measured_rate import PrefillRate, TimedWorkerCalls
 from headrace.gateway.planner import RoutePlanner
@@ -66,13 +66,13 @@ class Unobserved:
     """A RouteObserver and RequestObserver that counts nothing."""
 
     def ended(self, outcome: RequestOutcome, *, is_good: bool) -> None:
-    def call_refused(self, error: Exception) -> None:
-        """As RequestObserver.call_refused."""
-
         """As RequestObserver.ended."""
 
     def refused(self, tenant: str, reason: str) -> None:
         """As RequestObserver.refused."""
+
+    def call_refused(self, error: Exception) -> None:
+        """As RequestObserver.call_refused."""
 
     def decided(self, reason: str) -> None:
         """As RouteObserver.decided."""
@@ -141,10 +141,10 @@ class GatewayService:
         self.places = Places(
             requests_max=inflight_max,
             is_shared=lambda: self.key_ring is not None and len(groups_of(self.key_ring.tenants)) > 1,
-        self._refusals = RefusalLog(clock)
             queue_s=lambda: shortest_queue_s(self.table),
             rates=RateAccounts(clock),
         )
+        self._refusals = RefusalLog(clock)
         self._index_available = True
         self._refresh_now = asyncio.Event()
         self._refresh_began_s = float("-inf")
@@ -219,10 +219,10 @@ class GatewayService:
             try:
                 async with asyncio.timeout(WORKER_TABLE_REFRESH_MS / 1000):
                     await self._refresh_now.wait()
-            self._refusals.flush()
             except TimeoutError:
                 pass
             self._refresh_now.clear()
+            self._refusals.flush()
             await self.refresh()
             if self._tenants_file is not None:
                 self.key_ring = await self._tenants_file.reread() or self.key_ring
@@ -236,7 +236,7 @@ class GatewayService:
         self._requests.call_refused(error)
         self._refusals.saw(error, peer=peer)
 
-    def generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
+    async def generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
         """Serve one client request: Accepted, then tokens, then one ChoiceFinished per choice.
 
         Blocks are shared within the tenant's trust group. Raises InvalidRequest (nothing was sent to a worker),

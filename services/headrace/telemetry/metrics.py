@@ -68,13 +68,13 @@ FAULT_KINDS: dict[type[CacheFault], str] = {
 RECOVERY_KINDS = ("index_unavailable", "prefill_failed", "new_attempt")
 REQUEST_OUTCOMES = ("finished", "failed", "cancelled", "refused", "invalid")
 REFUSAL_REASONS = ("requests_per_minute", "tokens_per_minute", "concurrent_max", "share", "full")
-INDEX_CALLS = ("longest_prefix", "register", "deregister", "sweep")
-
-
 REFUSED_CALLS = (
     "unauthenticated", "permission_denied", "too_large", "unknown_model", "context_exceeded", "invalid", "no_room",
     "deadline", "other",
 )  # fmt: skip
+INDEX_CALLS = ("longest_prefix", "register", "deregister", "sweep")
+
+
 class Metrics:
     """The metrics of one process and the registry they live in. Series with fixed labels exist from the start, at 0."""
 
@@ -165,9 +165,6 @@ class Metrics:
             ["tenant", "reason"],  # tenants are those of the operator's file: as many as it names
             registry=self.registry,
         )
-        self.good_requests = Counter(
-            "headrace_good_requests",
-            "Of those, the finished ones within ttft_slo_ms and itl_slo_ms.",
         self.refused_calls = Counter(
             "headrace_refused_calls",
             "Calls of any API, admin calls too, that ended with an error before anything was passed on.",
@@ -176,6 +173,9 @@ class Metrics:
         )
         for refused in REFUSED_CALLS:
             self.refused_calls.labels(refused)
+        self.good_requests = Counter(
+            "headrace_good_requests",
+            "Of those, the finished ones within ttft_slo_ms and itl_slo_ms.",
             registry=self.registry,
         )
         self.router_decisions = Counter(
