@@ -2,9 +2,9 @@
 
 import asyncio
 import random
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from headrace.core.generation import SamplingParams
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 
-from .conftest import BLOCK_TOKENS, VOCAB, Reply, admit, generate, until
+from .conftest import BLOCK_TOKENS, VOCAB, HeldRunner, Reply, admit, gate_of, generate, meet, until
 
 MakeEngine = Callable[..., Engine]
 PARAMS = SamplingParams(max_tokens=6, logprobs=VOCAB, ignore_eos=True)
@@ -23,24 +23,17 @@ def make_tokens(length: int, *, seed: int) -> list[int]:
     return random.Random(seed).choices(range(1, VOCAB), k=length)
 
 
-class CountingRunner:
+class CountingRunner(HeldRunner):
     """The real runner, which waits until it may go on, and counts how often each position of a prompt was computed."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.gate = threading.Event()
-        self.hold_after = -1  # so many steps, wait once more
+        super().__init__(runner)
         self.prompt_rows = 0  # rows of steps that had more than one of their sequence
-        self.steps: list[tuple[int, ...]] = []  # rows of each sequence of each step
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        if len(self.steps) == self.hold_after:
-            self.gate.clear()
-        assert self.gate.wait(20)
-        rows = tuple(len(step.token_ids) for step in steps)
-        self.steps.append(rows)
-        self.prompt_rows += sum(count for count in rows if count > 1)
-        return self._runner.run_step(steps)
+        logits = super().run_step(steps)
+        self.prompt_rows += sum(len(step.token_ids) for step in steps if len(step.token_ids) > 1)
+        return logits
 
 
 def counting(engine: Engine) -> CountingRunner:
@@ -51,10 +44,19 @@ def counting(engine: Engine) -> CountingRunner:
 
 async def together(engine: Engine, prompts: Sequence[Sequence[int]], *, use_device: bool = True) -> list[Reply]:
     """All prompts' replies; the first step is computed when all of them have been submitted."""
-    tasks = [asyncio.ensure_future(generate(engine, p, use_device=use_device, sampling=PARAMS)) for p in prompts]
-    await until(lambda: engine.load().running + engine.load().waiting == len(prompts))
-    counting(engine).gate.set()
-    return await asyncio.gather(*tasks)
+    return await meet(engine, [generate(engine, p, use_device=use_device, sampling=PARAMS) for p in prompts])
+
+
+async def come_after(engine: Engine, num_steps: int, reply: Coroutine[Any, Any, Reply]) -> "asyncio.Task[Reply]":
+    """Begin this when so many steps have gone, while no further step goes."""
+    gate = gate_of(engine)
+    await until(lambda: engine.load().running > 0)
+    gate.let_go(num_steps)
+    await until(lambda: gate.is_waiting and gate.num_steps == num_steps)
+    before = engine.load().running + engine.load().waiting
+    task = asyncio.create_task(reply)
+    await until(lambda: engine.load().running + engine.load().waiting == before + 1)
+    return task
 
 
 def assert_equal(got: Reply, want: Reply) -> None:
@@ -104,13 +106,15 @@ async def test_who_comes_while_an_equal_prompt_is_computed_follows_it_from_there
     head = make_tokens(20 * BLOCK_TOKENS, seed=3)
     long, short = [*head, *make_tokens(100, seed=4)], [*head, 7]
     engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner)
-    counting(engine).gate.set()
     first = asyncio.ensure_future(generate(engine, long, use_device=True, sampling=PARAMS))
-    await until(lambda: len(counting(engine).steps) > 4)
-    second = await generate(engine, short, use_device=True, sampling=PARAMS)
+    overtaking = await come_after(engine, 5, generate(engine, short, use_device=True, sampling=PARAMS))
+    # 15 steps for what is left of the head, and 6 for the answer; the long one has 13 more of its prompt.
+    gate_of(engine).let_go(5 + 15 + 6 + 3)
+    async with asyncio.timeout(60):
+        second = await overtaking
     assert not first.done(), "the short one was to overtake it"
-    assert second.finished.num_reused_blocks == 20
-    assert second.num_device_blocks < 20, "it came too late to test anything"
+    assert (second.finished.num_reused_blocks, second.num_device_blocks) == (20, 5)
+    gate_of(engine).let_go()
     assert (await first).finished.num_reused_blocks == 0
     assert counting(engine).prompt_rows <= len(long)
 
@@ -120,14 +124,15 @@ async def test_when_the_leader_goes_another_goes_on_from_where_it_came(make_engi
     prompt = make_tokens(20 * BLOCK_TOKENS + 1, seed=5)
     want = await generate(make_engine(), prompt, sampling=PARAMS)
     engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner, usable_blocks=64)
-    counting(engine).gate.set()
     leader = asyncio.ensure_future(generate(engine, prompt, use_device=True, sampling=PARAMS))
-    await until(lambda: len(counting(engine).steps) > 1)
-    followers = [asyncio.ensure_future(generate(engine, prompt, use_device=True, sampling=PARAMS)) for _ in range(2)]
-    await until(lambda: engine.load().running == 3)
+    same = [generate(engine, prompt, use_device=True, sampling=PARAMS) for _ in range(2)]
+    followers = [await come_after(engine, num_steps, each) for num_steps, each in zip((2, 3), same, strict=True)]
+    gate_of(engine).let_go(5)
+    await until(lambda: gate_of(engine).is_waiting and engine.load().running == 3)
     leader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leader
+    gate_of(engine).let_go()
     replies = await asyncio.gather(*followers)
     for reply in replies:
         assert_equal(reply, want)
@@ -153,15 +158,13 @@ async def test_who_has_computed_a_part_itself_takes_nothing_behind_it(make_engin
     prompt = make_tokens(36 * BLOCK_TOKENS, seed=9)
     short = prompt[: 18 * BLOCK_TOKENS + 1]
     engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner, usable_blocks=64)
-    counting(engine).hold_after = 4
-    counting(engine).gate.set()
     first = asyncio.ensure_future(generate(engine, prompt, use_device=True, sampling=PARAMS))
-    await until(lambda: len(counting(engine).steps) == 4)
-    overtaking = asyncio.ensure_future(generate(engine, short, sampling=PARAMS))
-    await until(lambda: engine.load().running + engine.load().waiting == 2)
-    counting(engine).gate.set()
-    second = await overtaking
+    overtaking = await come_after(engine, 4, generate(engine, short, sampling=PARAMS))
+    gate_of(engine).let_go(4 + 19 + 6 + 3)  # the short one's prompt and its answer; of the long one 32 blocks are left
+    async with asyncio.timeout(60):
+        second = await overtaking
     assert not first.done(), "the short one was to overtake it"
+    gate_of(engine).let_go()
     assert (await first).finished.num_reused_blocks == second.finished.num_reused_blocks == 0
     assert counting(engine).prompt_rows == len(prompt) + len(short) - 1  # the short one's last row is a single one
 
@@ -177,7 +180,7 @@ async def test_a_run_that_leaves_no_blocks_leads_nobody(make_engine: MakeEngine)
         waiting = asyncio.ensure_future(anext(events))
         other = asyncio.ensure_future(generate(engine, prompt, use_device=True, sampling=PARAMS))
         await until(lambda: engine.load().running + engine.load().waiting == 2)
-        counting(engine).gate.set()
+        gate_of(engine).let_go()
         await waiting
         async for event in events:
             last = event
@@ -208,7 +211,7 @@ async def test_equal_prompts_that_are_only_prefilled_are_computed_once_and_each_
 
     runs = [asyncio.ensure_future(prefill()) for _ in range(4)]
     await until(lambda: engine.load().running + engine.load().waiting == 4)
-    counting(engine).gate.set()
+    gate_of(engine).let_go()
     results = await asyncio.gather(*runs)
     assert all(positions == [0, 1, 2, 3] for positions, _ in results)
     assert sorted(num_reused for _, num_reused in results) == [0, 4, 4, 4]

@@ -1,6 +1,5 @@
 """Drafts change nothing but how many steps an answer takes: on a real tiny model, whatever the drafter says."""
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from headrace.engine.load_model import LoadedModel
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.paged_kv import PagedKV
 
-from .conftest import BLOCK_TOKENS, VOCAB, Reply, generate
+from .conftest import BLOCK_TOKENS, VOCAB, HeldRunner, Reply, generate, meet
 
 MakeEngine = Callable[..., Engine]
 
@@ -98,9 +97,8 @@ async def both(
     plain = make_engine(**{"chunk": 512, **how} | {"usable_blocks": 64})
     want = [await generate(plain, prompt, sampling=params) for prompt in prompts]
     drafter.answers = [[*prompt, *reply.token_ids] for prompt, reply in zip(prompts, want, strict=True)]
-    engine = make_engine(drafter=drafter, clock=STILL, **how)
-    got = await asyncio.gather(*(generate(engine, prompt, sampling=params) for prompt in prompts))
-    return list(got), want, engine
+    engine = make_engine(drafter=drafter, clock=STILL, wrap=HeldRunner, **how)
+    return await meet(engine, [generate(engine, prompt, sampling=params) for prompt in prompts]), want, engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -245,8 +243,8 @@ async def test_a_draft_model_that_agrees_is_right_at_every_temperature(
     params = make_params(24, temperature=temperature, seed=2)
     plain = make_engine()
     want = [await generate(plain, prompt, sampling=params) for prompt in prompts]
-    engine = make_engine(drafter=drafter, clock=STILL)
-    got = await asyncio.gather(*(generate(engine, prompt, sampling=params) for prompt in prompts))
+    engine = make_engine(drafter=drafter, clock=STILL, wrap=HeldRunner)
+    got = await meet(engine, [generate(engine, prompt, sampling=params) for prompt in prompts])
     for one, other in zip(got, want, strict=True):
         assert_equal(one, other)
     stats = engine.speculation()
@@ -293,19 +291,19 @@ class MeasuredTime(StillClock):
         return self.time_s
 
 
-class PricedRunner:
+class PricedRunner(HeldRunner):
     """A runner whose steps take 10 ms and so much for each row, padded as the real one pads, on its own clock."""
 
     def __init__(self, runner: ModelRunner, clock: MeasuredTime, row_s: float) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._clock = clock
         self._row_s = row_s
-        self.row_multiple = runner.row_multiple
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        logits = super().run_step(steps)
         rows = sum(len(step.token_ids) for step in steps)
         self._clock.time_s += 0.010 + self._row_s * (rows + -rows % self.row_multiple)
-        return self._runner.run_step(steps)
+        return logits
 
 
 @pytest.mark.parametrize(
@@ -328,8 +326,8 @@ async def test_drafts_pay_or_stay_out(
     params = SamplingParams(max_tokens=100, ignore_eos=True)
 
     async def seconds(engine: Engine, clock: MeasuredTime) -> tuple[float, list[Reply]]:
-        replies = await asyncio.gather(*(generate(engine, prompt, sampling=params) for prompt in prompts))
-        return clock.time_s - 1.0, list(replies)
+        replies = await meet(engine, [generate(engine, prompt, sampling=params) for prompt in prompts])
+        return clock.time_s - 1.0, replies
 
     clock = MeasuredTime()
     plain = make_engine(wrap=lambda runner: PricedRunner(runner, clock, row_s), clock=clock)

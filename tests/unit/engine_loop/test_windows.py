@@ -213,8 +213,8 @@ async def test_many_equal_prompts_at_once_are_computed_once_and_answered_alike(
     make_window_engine: MakeEngine, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:
     """Those who follow take the leader's blocks as they come, beyond the table that they were admitted with."""
-    engine = make_window_engine(chunk=16)
-    replies: list[Reply] = await asyncio.gather(*(generate(engine, prompts[1], use_device=True) for _ in range(4)))
+    engine = make_window_engine(chunk=16, wrap=HeldRunner)
+    replies: list[Reply] = await meet(engine, [generate(engine, prompts[1], use_device=True) for _ in range(4)])
     assert [reply.token_ids for reply in replies] == [expected[1]] * 4
     assert engine.steps.num_shared_blocks >= 2 * (len(prompts[1]) // BLOCK_TOKENS)
 
