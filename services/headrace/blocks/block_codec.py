@@ -63,7 +63,7 @@ def _body_of(header: BlockHeader) -> list[Any]:
         bytes(header.parent_hash),
         header.position,
         struct.pack(f"<{len(header.token_ids)}I", *header.token_ids),
-        [getattr(layout, name) for name, _ in _LAYOUT_TYPES],
+        _layout_row(layout),
         header.payload_bytes,
         struct.pack("<Q", header.payload_xxh3),  # fixed width: reserving with 0 and committing take the same space
         header.producer,
@@ -71,6 +71,12 @@ def _body_of(header: BlockHeader) -> list[Any]:
         [bytes.fromhex(namespace) for namespace in header.narrowed_from],
         bytes(_DIGEST_BYTES),
     ]
+
+
+def _layout_row(layout: KvLayout) -> list[Any]:
+    """The fields in order; the last one, `near_layers`, stands there only where the payload has two parts."""
+    row = [getattr(layout, name) for name, _ in _LAYOUT_TYPES]
+    return row if layout.near_layers else row[:-1]
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> BlockHeader:
@@ -197,10 +203,11 @@ def _parse(body: Any) -> BlockHeader:
 
 
 def _parse_layout(row: list[Any]) -> KvLayout:
-    _require(len(row) == len(_LAYOUT_TYPES), "layout")
-    for (name, kind), value in zip(_LAYOUT_TYPES, row, strict=True):
+    _require(len(row) in (len(_LAYOUT_TYPES) - 1, len(_LAYOUT_TYPES)), "layout")
+    for (name, kind), value in zip(_LAYOUT_TYPES, row, strict=False):
         _require(type(value) is kind, f"layout.{name}")
     layout = KvLayout(*row)
+    _require(0 <= layout.near_layers < max(1, layout.num_layers), "layout.near_layers")
     _require(layout.dtype in DTYPE_BYTES, "layout.dtype")
     _require(layout.codec in _CODECS, "layout.codec")
     for name in ("num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size"):

@@ -74,6 +74,9 @@ class KvLayout:
     """Shape and meaning of one block's payload: `[num_layers, 2, num_kv_heads, block_tokens, head_dim]`, contiguous.
 
     Every codec but raw puts the scales before the numbers: `[amax of the keys, amax of the values, codes]`.
+    Where some layers have a window and others see everything, the payload has two parts (`blocks/two_parts.py`): the
+    `wide` one of the layers that see everything, and the `near` one of the others, which is read of a prefix's last
+    window only. Each is laid out as said, and has a checksum of its own behind it.
     """
 
     dtype: str  # of the model: "bfloat16" | "float32" | "float16"
@@ -84,6 +87,23 @@ class KvLayout:
     codec: str = "raw"  # a KvCodec's value
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
+    near_layers: int = 0  # of num_layers, those in the near part; 0: the payload is one part
+
+    @property
+    def wide(self) -> "KvLayout":
+        """Of the wide part alone; of a payload of one part, the layout itself."""
+        return replace(self, num_layers=self.num_layers - self.near_layers, near_layers=0) if self.near_layers else self
+
+    @property
+    def near(self) -> "KvLayout":
+        """Of the near part alone."""
+        assert self.near_layers
+        return replace(self, num_layers=self.near_layers, near_layers=0)
+
+    @property
+    def wide_bytes(self) -> int:
+        """How much of a payload is read where the near part is not needed: the wide part and its checksum."""
+        return self.wide.block_bytes + PART_CHECK_BYTES if self.near_layers else self.block_bytes
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -110,7 +130,10 @@ class KvLayout:
         Numbers: 2 x layers x kv heads x block tokens x head dim, at the dtype's bytes each in raw, at 1 byte else.
         Scales, at the dtype's bytes each: none in raw; layers x kv heads x (head dim + block tokens) in int8, one for
         each channel of the keys and each token of the values; 2 x layers x kv heads x block tokens in the others.
+        Two parts have a checksum of PART_CHECK_BYTES each.
         """
+        if self.near_layers:
+            return self.wide.block_bytes + self.near.block_bytes + 2 * PART_CHECK_BYTES
         heads, width = self.num_layers * self.num_kv_heads, DTYPE_BYTES[self.dtype]
         numbers = 2 * heads * self.block_tokens * self.head_dim
         if self.codec == KvCodec.RAW:
@@ -121,7 +144,9 @@ class KvLayout:
         return numbers + 2 * heads * self.block_tokens * width
 
 
+PART_CHECK_BYTES = 8  # behind each part of a payload of two
 _ROW_CODECS = (KvCodec.FP8, KvCodec.INT8_TOKEN, KvCodec.FP8_TOKEN)  # one scale for each head's row of a token
+_NEAR = "near_layers"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -171,14 +196,17 @@ class Namespace:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, KvLayout):
-                pairs += [(f"layout.{f.name}", str(getattr(value, f.name))) for f in fields(value)]
+                pairs += [(f"layout.{f.name}", str(getattr(value, f.name))) for f in fields(value) if f.name != _NEAR]
+                if value.near_layers:  # a payload of one part is named as it was before there were two
+                    pairs.append((f"layout.{_NEAR}", str(value.near_layers)))
             else:
                 pairs.append((field.name, str(value)))
         return pairs
 
     def differing_fields(self, other: "Namespace") -> list[str]:
         """Names of the fields that keep two namespaces apart, in order; empty iff they are the same namespace."""
-        return [a[0] for a, b in zip(self.named_fields(), other.named_fields(), strict=True) if a != b]
+        here, there = dict(self.named_fields()), dict(other.named_fields())
+        return [name for name in here | there if here.get(name) != there.get(name)]
 
 
 @dataclass(frozen=True, slots=True)

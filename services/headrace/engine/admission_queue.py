@@ -52,6 +52,9 @@ class Admission:
     ttl_s: float  # how long what this sequence uses or leaves in the pool is kept after the last use
     claim: Claim  # its place among those who wait to be computed
     state: AdmissionState = field(default=AdmissionState.HELD)
+    # Of a pool of two parts: which blocks have near ones.
+    first_near: int = 0
+    end_near: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -185,6 +188,8 @@ class AdmissionQueue:
             key=self._num_admitted,
             ttl_s=waiter.ttl_s,
             claim=waiter.claim,
+            first_near=taken.first_near,
+            end_near=taken.end_near,
         )
 
     def _make_place(self, account: str, num_tokens: int) -> None:

@@ -21,7 +21,7 @@ models drop unknown keyword arguments on the way to the attention function.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -150,6 +150,15 @@ class StepContext:
     slots: torch.Tensor  # [real rows] int64: block_id * block_tokens + offset of each row
     scratch: Scratch
     plans: dict[int | None, Plan] = field(default_factory=dict)  # by window
+    # Where layers with a window have a pool of their own: the same rows over that one, and each layer's place in its.
+    near: "StepContext | None" = None
+    place_of: Mapping[int, int] = field(default_factory=dict)
+
+    def of_layer(self, layer: int, rule: LayerRule) -> "tuple[StepContext, int]":
+        """The context of the pool that has this layer of the model, and which of its layers it is."""
+        if self.near is None:
+            return self, layer
+        return (self if rule.window is None else self.near), self.place_of[layer]
 
 
 @dataclass(slots=True)
@@ -220,6 +229,7 @@ def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
         context.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
         context.windows[layer] = rule.window
         return query.new_zeros((query.shape[0], query.shape[1] * value.shape[2]))
+    context, layer = context.of_layer(layer, rule)
     num_rows = context.slots.shape[0]
     context.kv.write_rows(layer, context.slots, key[:num_rows].transpose(0, 1), value[:num_rows].transpose(0, 1))
     plan = context.plans.get(rule.window)

@@ -20,15 +20,16 @@ order, and must neither block nor call the pool.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from headrace.core.block import BlockHash, HashedPrompt
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.key_window import EVERYTHING, KeyWindow
 from headrace.core.limits import POOL_NAMES_PER_BLOCK_MAX
+from headrace.core.part_ids import PartIds
 from headrace.engine.hash_tree import HashTree
 from headrace.engine.pool_block import HashedBlock, PoolBlock
-from headrace.engine.pool_values import Evicted, HashesChanged, PoolCounters, Selection, Short, Taken
+from headrace.engine.pool_values import Evicted, Found, HashesChanged, PoolCounters, Selection, Short, Taken
 
 NOWHERE = -1  # the block id of a name: its bytes are in no block
 
@@ -44,15 +45,17 @@ class BlockPool:
         on_freed: Callable[[], None] = lambda: None,
         on_hashes: Callable[[HashesChanged], None] = lambda change: None,
         window: KeyWindow = EVERYTHING,
+        lock: "threading.Lock | threading.RLock | None" = None,
     ) -> None:
-        """window: what the model reads of a sequence."""
+        """window: what the model reads of a sequence. lock: the pool's own, or one that several share."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.counters = PoolCounters()
         self._clock = clock or SystemClock()
         self._on_freed = on_freed
         self._on_hashes = on_hashes
-        self._lock = threading.Lock()
+        self.parts = PartIds(num_blocks)  # how a block of two parts is named; these have one, and its own name
+        self._lock = lock or threading.Lock()
         self._free = list(reversed(range(num_blocks)))
         self._references = [0] * num_blocks
         self._window = window
@@ -85,24 +88,33 @@ class BlockPool:
         """
         assert num_blocks >= 0
         with self._lock:
-            num_shared, first_block, shared, needed = 0, 0, list[int](), num_blocks
-            if prompt is not None:
-                num_shared = self._usable_prefix(prompt, min(shared_max, num_blocks))
-                first_block = self._window.first_of_prefix(num_shared)
-                shared = self._block_ids(prompt, range(first_block, num_shared))
-                needed = self._window.held_blocks(num_blocks - first_block) - len(shared)
-            available = len(self._free) + len(self._kept) - sum(block_id in self._kept for block_id in shared)
-            if needed > available:
-                return Short(needed=needed, available=available)
-            for block_id in shared:
-                self._hold_shared(block_id, ttl_s)
-            while len(self._free) < needed:
-                self._evict_one()
-            fresh = [self._free.pop() for _ in range(needed)]
-            for block_id in fresh:
-                assert self._references[block_id] == 0
-                self._references[block_id] = 1
-            return Taken(block_ids=(*shared, *fresh), num_shared=num_shared, first_block=first_block)
+            found = self._find(num_blocks, prompt, shared_max)
+            return found if isinstance(found, Short) else self._take_found(found, ttl_s)
+
+    def _find(self, num_blocks: int, prompt: HashedPrompt | None, shared_max: int) -> Found | Short:
+        """What `take` would take now. Under the lock."""
+        num_shared, first_block, shared, needed = 0, 0, list[int](), num_blocks
+        if prompt is not None:
+            num_shared = self._usable_prefix(prompt, min(shared_max, num_blocks))
+            first_block = self._window.first_of_prefix(num_shared)
+            shared = self._block_ids(prompt, range(first_block, num_shared))
+            needed = self._window.held_blocks(num_blocks - first_block) - len(shared)
+        available = len(self._free) + len(self._kept) - sum(block_id in self._kept for block_id in shared)
+        if needed > available:
+            return Short(needed=needed, available=available)
+        return Found(shared, num_shared, first_block, needed)
+
+    def _take_found(self, found: Found, ttl_s: float) -> Taken:
+        """Take what was found just now, under the same hold of the lock."""
+        for block_id in found.shared:
+            self._hold_shared(block_id, ttl_s)
+        while len(self._free) < found.num_fresh:
+            self._evict_one()
+        fresh = [self._free.pop() for _ in range(found.num_fresh)]
+        for block_id in fresh:
+            assert self._references[block_id] == 0
+            self._references[block_id] = 1
+        return Taken(block_ids=(*found.shared, *fresh), num_shared=found.num_shared, first_block=found.first_block)
 
     def take_next(self, prompt: HashedPrompt, wanted: range, *, ttl_s: float) -> tuple[int, ...]:
         """Take blocks [wanted.start, ...) of the chain by hash, as far as they are there: one reference each. The
@@ -121,6 +133,20 @@ class BlockPool:
         with self._lock:
             assert self._references[block_id] > 0, f"block {block_id} is not held by anyone"
             self._references[block_id] += 1
+
+    @property
+    def available_near(self) -> int:
+        """Near parts that could be handed out now: of a pool whose blocks have two parts (`layered_pool.py`)."""
+        return 0
+
+    def take_near(self, num_parts: int) -> tuple[int, ...] | Short:
+        """Near parts alone: of a pool whose blocks have two parts."""
+        assert num_parts == 0
+        return ()
+
+    def sole_near(self, block_ids: Sequence[int]) -> int:
+        """As `sole_blocks`, near parts: of a pool whose blocks have two parts."""
+        return 0
 
     def sole_blocks(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds but the caller: so many could be had if it gave them back."""
@@ -215,6 +241,16 @@ class BlockPool:
             self._on_freed()
         hashes = tuple(hashed.block_hash for hashed in leaving)
         return Evicted(num_blocks=len(leaving), num_kept=kept, block_hashes=hashes)
+
+    def drop(self, hashes: Iterable[BlockHash]) -> None:
+        """Free those of these blocks that nobody holds. Of a pool with a window: what stands on them may stay."""
+        assert self._window.bounded
+        with self._lock:
+            for block_hash in hashes:
+                hashed = self._tree.resident.get(block_hash)
+                if hashed is not None and not self._references[hashed.block_id]:
+                    self._forget(hashed)
+        self._on_freed()
 
     def evict_expired(self) -> float:
         """Free the blocks that nobody holds and whose time to live is over, a parent after its children.

@@ -8,7 +8,7 @@ It knows nothing of stores, of the index or of where loaded bytes came from.
 """
 
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tokenizers import Tokenizer
 
@@ -17,12 +17,15 @@ from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import EvictReport, EvictSelector, SamplingParams
+from headrace.core.key_window import EVERYTHING
 from headrace.core.speculation_stats import SpeculationStats
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.drafter import Drafter
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
 from headrace.engine.evict_device import evict_device
+from headrace.engine.layered_kv import LayeredKV
+from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.prefix_backup import PrefixBackup
 from headrace.engine.run import Run, RunLimits
@@ -45,7 +48,8 @@ class Engine:
         self.model = model
         self.kv = model.kv
         self.window = model.window
-        self.pool = BlockPool(model.kv.num_blocks, clock=clock, on_freed=self._on_freed, window=self.window)
+        self.near_window = model.kv.near_window if isinstance(model.kv, LayeredKV) else EVERYTHING
+        self.pool = _account_of(model, clock, self._on_freed)
         self._block_tokens = model.kv.layout.block_tokens
         # A sequence can be as long as the model and the whole pool allow.
         self.context_tokens_max = model.context_tokens_max
@@ -77,6 +81,7 @@ class Engine:
                 batch_sequences_max=settings.batch_sequences_max,
                 block_tokens=self._block_tokens,
                 window=self.window,
+                near_window=self.near_window,
             ),
             turns=self._turns,
             times=self._times,
@@ -147,6 +152,16 @@ class Engine:
         admission.block_ids[:] = block_ids
         admission.first_block = first_block
         self.pool.unref_all(dropped)
+
+    def move_near(self, admission: Admission, block_ids: Sequence[int], *, first_near: int, end_near: int) -> None:
+        """As `move_table`, of blocks of two parts: the same blocks, and near parts on others of them."""
+        assert admission.state is AdmissionState.HELD
+        parts = self.pool.parts
+        kept = set(parts.split(block_ids)[1])
+        dropped = [near for near in parts.split(admission.block_ids)[1] if near not in kept]
+        admission.block_ids[:] = block_ids
+        admission.first_near, admission.end_near = first_near, end_near
+        self.pool.unref_all([parts.near_alone(near) for near in dropped])
 
     def mark_loaded(self, admission: Admission, num_blocks: int) -> None:
         """Blocks [0, num_blocks) hold verified bytes now, as far as they are needed: share them by hash. They are not
@@ -240,7 +255,7 @@ class Engine:
             tokenizer=self._tokenizer,
             hash_algorithm=self.model.namespace.hash_algorithm,
             # Of a windowed model the store has what the window reads, and a table begins there: it computes again.
-            backup=None if self.window.bounded else backup,
+            backup=None if self.window.bounded or self.near_window.bounded else backup,
         )
         self.steps.submit(run)
         return run
@@ -252,8 +267,13 @@ class Engine:
         if admission.num_valid_blocks <= num_kept:
             return cached_tokens
         admission.use_device = False  # nor may they come back by hash: the caller counts them as computed
-        if admission.first_block > self.window.first_of_prefix(num_kept):
-            num_kept = admission.first_block = 0  # what is left lacks the beginning of its window
+        if admission.first_block > self.window.first_of_prefix(num_kept) or (
+            self.near_window.bounded and admission.first_near > self.near_window.first_of_prefix(num_kept)
+        ):
+            num_kept = admission.first_block = admission.first_near = (
+                0  # what is left lacks the beginning of its window
+            )
+        admission.end_near = min(admission.end_near, num_kept)
         first_dropped = max(0, num_kept - admission.first_block)
         dropped = admission.block_ids[first_dropped:]
         del admission.block_ids[first_dropped:]
@@ -265,3 +285,13 @@ class Engine:
         self.steps.look_again()
         if self._queue.num_waiting:
             self.steps.call_on_loop(self._queue.grant)
+
+
+def _account_of(model: LoadedModel, clock: Clock, on_freed: Callable[[], None]) -> BlockPool:
+    """The account of a model's pool, of one or of two parts."""
+    kv = model.kv
+    if isinstance(kv, LayeredKV):
+        return LayeredPool(
+            kv.num_blocks, num_near=kv.num_near, near_window=kv.near_window, clock=clock, on_freed=on_freed
+        )
+    return BlockPool(kv.num_blocks, clock=clock, on_freed=on_freed, window=model.window)

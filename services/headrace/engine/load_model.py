@@ -28,6 +28,7 @@ from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 from headrace.engine.fused_layer import fuse_layers
+from headrace.engine.layered_kv import PoolKV, make_kv, near_layers, near_room
 from headrace.engine.load_weights import load_weights
 from headrace.engine.model_digests import (
     position_digest,
@@ -40,7 +41,6 @@ from headrace.engine.model_families import MIXTURE_OF_EXPERTS, check_family
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.numerics_probe import ROW_MULTIPLES, find_row_multiple, probe_numerics, probe_runner
 from headrace.engine.packed_linear import pack_linears
-from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes, windows_line
 
 TORCH_THREADS_MAX = 4  # what `torch_threads: 0` means at most; more workers on a host serve it better than more threads
@@ -48,6 +48,7 @@ CODE_FILES = (
     "attention",
     "compare_forward",
     "fused_layer",
+    "layered_kv",
     "model_runner",
     "numerics_probe",
     "packed_linear",
@@ -64,7 +65,7 @@ class LoadedModel:
     name: str
     path: Path  # directory with tokenizer.json and config.json
     runner: ModelRunner
-    kv: PagedKV
+    kv: PoolKV
     namespace: Namespace
     context_tokens_max: int
     eos_token_ids: frozenset[int]
@@ -79,8 +80,12 @@ def load_model(
     trust_group: str,
     hash_algorithm: HashAlgorithm,
     report: Report,
+    by_parts: bool = False,
 ) -> LoadedModel:
     """Load the model that the settings name.
+
+    by_parts: where some layers have a window and others none, their KV is in blocks of two parts (`layered_kv.py`), for
+    those who keep account of a pool as the engine does; else blocks have all layers, whatever they see.
 
     Sets torch's thread count for the calling thread. `report` gets lines for people: what takes long, and whether
     exactness holds. Raises ModelRefused (what is wrong with the model, and the remedy) or ConfigInvalid.
@@ -96,9 +101,11 @@ def load_model(
     register_attention()
     model = _read_weights(name, path, settings)
     shapes = probe_shapes(model)
-    layout = _kv_layout(name, model, shapes, engine)
+    one_part = _kv_layout(name, model, shapes, engine)
+    layout = replace(one_part, near_layers=near_layers(shapes.windows)) if by_parts else one_part
     window = model_window(shapes.windows.values(), block_tokens=engine.block_tokens)
-    if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max)) is not None:
+    near = near_room(shapes.windows, layout, engine) if layout.near_layers else None
+    if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max, near)) is not None:
         report(f"{name}: {windowed}")
     if model.device.type == "cpu":
         fuse_layers(model)
@@ -109,7 +116,7 @@ def load_model(
         path=path,
         config=config,
         model=model,
-        layout=layout,
+        layout=one_part,
         threads=threads,
         weights=weights,
         report=report,
@@ -118,9 +125,11 @@ def load_model(
     if lossy_codec(engine) is not None:
         report(f"{name}: {codec_line(settings, engine, path)}")
     try:
-        kv = PagedKV(layout, engine.pool_tokens // engine.block_tokens, device=model.device)
+        num_blocks = engine.pool_tokens // engine.block_tokens
+        num_near = near.num_parts if near else 0
+        kv = make_kv(layout, num_blocks, windows=shapes.windows, num_near=num_near, device=model.device)
     except (RuntimeError, MemoryError) as error:
-        wanted_mb = engine.pool_tokens * layout.token_bytes >> 20
+        wanted_mb = engine.pool_tokens * one_part.token_bytes >> 20
         raise ConfigInvalid("pool_tokens", f"a pool of {wanted_mb} MiB cannot be had ({error}); choose less") from error
     return LoadedModel(
         name=name,

@@ -5,7 +5,7 @@ asks for. It knows nothing of requests, sampling or who owns a block; the caller
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.engine.attention import TILE, Scratch, SequenceSpan, StepContext, attending
+from headrace.engine.layered_kv import LayeredKV, PoolKV
 from headrace.engine.packed_linear import PackedLinear
 from headrace.engine.paged_kv import PagedKV
 
@@ -27,7 +28,7 @@ class SequenceStep:
 
     token_ids: tuple[int, ...]
     start: int  # absolute position of the first token; all earlier ones that a layer sees hold valid KV
-    block_ids: Sequence[int]  # block table, from block `first_block` to the one of the last token
+    block_ids: Sequence[int]  # block table, from block `first_block` to the one of the last token (`core/part_ids.py`)
     num_logits: int  # of so many of the last tokens, logits are wanted; 0 for none
     first_block: int = 0  # earlier blocks are not there, since every layer's window has passed them
 
@@ -35,7 +36,7 @@ class SequenceStep:
 class ModelRunner:
     """Runs a model over the pool. One thread at a time."""
 
-    def __init__(self, model: PreTrainedModel, kv: PagedKV, *, row_multiple: int, threads: int) -> None:
+    def __init__(self, model: PreTrainedModel, kv: PoolKV, *, row_multiple: int, threads: int) -> None:
         """row_multiple: rows of every linear layer's input are padded to a multiple of this (1: not at all).
 
         threads: for torch's operators while a step runs, in whichever thread that is; 0 leaves the process's setting.
@@ -98,13 +99,31 @@ class ModelRunner:
         return rows + [0] * (-len(rows) % self.row_multiple)
 
     def _lay_out(self, steps: Sequence[SequenceStep]) -> StepContext:
-        """Give every token its row of the batch and its slot of the pool."""
-        block_tokens, device = self.kv.layout.block_tokens, self.kv.device
+        """Give every token its row of the batch and its slot of the pool, of both its parts where it has two."""
+        if not isinstance(self.kv, LayeredKV):
+            return self._lay_out_on(self.kv, steps)
+        parts, near = self.kv.parts, self.kv
+        wide_steps, near_steps = [], []
+        for step in steps:
+            wide_steps.append(replace(step, block_ids=parts.split(step.block_ids)[0]))
+            first_read = near.near_window.first_block(step.start)
+            table = near.near_table(step.block_ids, first_needed=first_read)
+            assert near.num_near not in table[first_read : _blocks(step, near.layout.block_tokens)], (
+                "a near part that is read is not there"
+            )
+            near_steps.append(replace(step, block_ids=table))
+        context = self._lay_out_on(near.wide, wide_steps)
+        context.near = self._lay_out_on(near.near, near_steps)
+        context.place_of = near.place_of
+        return context
+
+    def _lay_out_on(self, kv: PagedKV, steps: Sequence[SequenceStep]) -> StepContext:
+        block_tokens, device = kv.layout.block_tokens, kv.device
         slots: list[int] = []
         spans: list[SequenceSpan] = []
         for step in steps:
             end = step.start + len(step.token_ids)
-            assert (step.first_block + len(step.block_ids)) * block_tokens >= end, (
+            assert step.first_block + len(step.block_ids) >= _blocks(step, block_tokens), (
                 "block table too short for the tokens"
             )
             blocks_to_tile_end = -(-(-(-end // TILE) * TILE) // block_tokens)
@@ -122,11 +141,16 @@ class ModelRunner:
             )
             slots += [table[p // block_tokens] * block_tokens + p % block_tokens for p in range(step.start, end)]
         return StepContext(
-            kv=self.kv,
+            kv=kv,
             spans=spans,
             slots=torch.tensor(slots, dtype=torch.int64, device=device),
             scratch=self._scratch,
         )
+
+
+def _blocks(step: SequenceStep, block_tokens: int) -> int:
+    """Blocks that the step's sequence has at its end."""
+    return -(-(step.start + len(step.token_ids)) // block_tokens)
 
 
 def _company(step: SequenceStep) -> tuple[int, int, int]:

@@ -10,11 +10,29 @@ class Taken:
     """Blocks the caller now holds one reference to each: a block table from block `first_block` of the prompt on.
 
     The first `num_shared` blocks of the prompt hold its KV already, as far as they are needed: the table begins there.
+    Of a pool of two parts (`layered_pool.py`), blocks [first_near, end_near) of the prompt have near parts.
     """
 
     block_ids: tuple[int, ...]
     num_shared: int
     first_block: int = 0
+    first_near: int = 0
+    end_near: int = 0
+
+    @property
+    def first_whole(self) -> int:
+        """Of the shared blocks, those from here on are there with all their parts."""
+        return max(self.first_block, self.first_near)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a take is about to take: blocks found by hash, from block `first_block` on, and so many fresh ones."""
+
+    shared: list[int]
+    num_shared: int
+    first_block: int
+    num_fresh: int
 
 
 @dataclass(frozen=True, slots=True)

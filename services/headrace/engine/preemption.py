@@ -14,6 +14,7 @@ from headrace.engine.block_pool import BlockPool
 from headrace.engine.choose_victim import BlockHolder, choose_victim
 from headrace.engine.reloads import Reloads
 from headrace.engine.run import Run
+from headrace.engine.schedule_step import Preempt
 from headrace.engine.step_times import StepTimes
 
 
@@ -53,11 +54,12 @@ class Preemption:
         """For how long blocks of a preempted run may still be on their way to a store, and come free soon; at most."""
         return max(0.0, self._save_until_s - self._clock.now_s())
 
-    def choose(self, runs: Iterable[Run], *, num_missing: int) -> Run:
+    def choose(self, runs: Iterable[Run], missing: Preempt) -> Run:
         """The run that gives way, by `choose_victim`. What a store is to have of it and has not is on its way there
         then: those blocks come free when they are stored."""
         by_key = {run.key: run for run in runs if run.block_ids and not run.reloading}
-        victim = by_key[choose_victim([self._holder(run) for run in by_key.values()], num_missing=num_missing)]
+        holders = [self._holder(run, near=missing.near) for run in by_key.values()]
+        victim = by_key[choose_victim(holders, num_missing=missing.num_missing)]
         self.num_preemptions += 1
         backup, unkept = victim.backup, victim.unkept_blocks()
         if backup is not None and unkept:
@@ -97,9 +99,10 @@ class Preemption:
         """End what is being read back. On the event loop, when every run has ended."""
         await self._reloads.stop()
 
-    def _holder(self, run: Run) -> BlockHolder:
+    def _holder(self, run: Run, *, near: bool) -> BlockHolder:
         comeback = self._predict(run, blocks=range(run.num_kept), end=run.num_computed)
-        return BlockHolder(run.key, self._pool.sole_blocks(run.block_ids), comeback.seconds)
+        num_freed = self._pool.sole_near(run.block_ids) if near else self._pool.sole_blocks(run.block_ids)
+        return BlockHolder(run.key, num_freed, comeback.seconds)
 
     def _predict(self, run: Run, *, blocks: range, end: int) -> Comeback:
         """To have positions [blocks.start * block_tokens, end) again, where `blocks` can be read back."""

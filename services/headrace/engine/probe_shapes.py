@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from headrace.core.key_window import KeyWindow
 from headrace.engine.attention import ShapeProbe, attending
+from headrace.engine.layered_kv import NearRoom
 
 
 @torch.inference_mode()
@@ -23,11 +24,24 @@ def probe_shapes(model: PreTrainedModel) -> ShapeProbe:
     return probe
 
 
-def windows_line(windows: Collection[int | None], window: KeyWindow, context_tokens_max: int) -> str | None:
-    """What a model's windows mean for its cache, for people; None when no layer has one, or none that ends."""
+def windows_line(
+    windows: Collection[int | None], window: KeyWindow, context_tokens_max: int, near: NearRoom | None = None
+) -> str | None:
+    """What a model's windows mean for its cache, for people; None when no layer has one, or none that ends.
+
+    near: the room for near parts, where KV is in blocks of two.
+    """
     narrow = [layer for layer in windows if layer is not None and layer < context_tokens_max]
     if not narrow:
         return None
+    if near is not None:
+        held = near.window.held_blocks(-(-context_tokens_max // near.window.block_tokens))
+        return (
+            f"{len(narrow)} of {len(windows)} layers see the last {max(narrow):,} tokens only, the others see all: of "
+            f"these {len(narrow)} a sequence holds KV of at most {held * near.window.block_tokens:,} tokens, "
+            f"however long it is, this worker's pool has room for {near.num_parts * near.window.block_tokens:,}, and "
+            "a hit loads the last window; the store keeps all blocks, since other prompts may part anywhere"
+        )
     if len(narrow) < len(windows):
         return (
             f"{len(narrow)} of {len(windows)} layers see the last {max(narrow):,} tokens only, the others see all: "

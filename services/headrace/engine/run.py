@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from headrace.core.block import BlockHash, HashAlgorithm, HashedPrompt, hash_block, root_hash
 from headrace.core.generation import FinishReason, SamplingParams, TokenDelta, TokenLogprob
 from headrace.core.key_window import KeyWindow
+from headrace.core.part_ids import PartIds
 from headrace.engine.admission_queue import Admission
 from headrace.engine.block_pool import Taken
 from headrace.engine.detokenize import TextStream, detokenize
@@ -88,6 +89,7 @@ class Run:
             turn=self.turn,
             leader=self.leader,
             num_drafts=len(self.draft.token_ids),
+            end_near=self.admission.end_near,
         )
 
     @property
@@ -168,6 +170,7 @@ class Run:
         own = self.block_ids[first : first + len(block_ids)]
         self.block_ids[first : first + len(block_ids)] = block_ids
         self.num_computed += len(block_ids) * self._hashed.block_tokens
+        self.admission.end_near = max(self.admission.end_near, first + len(block_ids))  # it is all there
         return own
 
     @property
@@ -195,7 +198,7 @@ class Run:
         """The run holds no blocks and has computed nothing from here on; the caller gives back what is returned."""
         block_ids = list(self.block_ids)
         self.block_ids.clear()  # in place: the admission's own list says so too
-        self.admission.first_block = 0
+        self.admission.first_block = self.admission.first_near = self.admission.end_near = 0
         self.num_computed, self.in_batch, self.reloading, self.draft = 0, False, False, Draft()
         self.is_forgotten = False  # what is computed anew is shared
         return block_ids
@@ -209,7 +212,25 @@ class Run:
         assert not self.block_ids
         self.block_ids.extend(taken.block_ids)
         self.admission.first_block = taken.first_block
+        self.admission.first_near, self.admission.end_near = taken.first_near, taken.end_near
         self.num_computed = taken.num_shared * self._hashed.block_tokens
+
+    def add_near(self, near: Sequence[int], parts: PartIds) -> None:
+        """Near parts were taken for the next blocks that have none."""
+        for part in near:
+            block_id = self.block_ids[self.admission.end_near]
+            self.block_ids[self.admission.end_near] = parts.join(block_id, part)
+            self.admission.end_near += 1
+
+    def pass_near(self, window: KeyWindow, parts: PartIds) -> list[int]:
+        """Take the near parts out of the table that their layers' window has passed, for the caller to give back."""
+        first, end = self.admission.first_near, min(window.first_block(self.num_computed), self.admission.end_near)
+        if first >= end or not self.block_ids:
+            return []
+        passed = [parts.near_alone(near) for near in parts.split(self.block_ids[first:end])[1]]
+        self.block_ids[first:end] = parts.place(self.block_ids[first:end], (), first=0)
+        self.admission.first_near = end
+        return passed
 
     def pass_window(self, window: KeyWindow) -> list[int]:
         """Take the blocks out of the table that the model's window has passed, for the caller to give back."""
@@ -254,7 +275,7 @@ class Run:
 
     def unreported_blocks(self) -> Iterator[FilledBlock]:
         """Blocks that became full since the last call, each once in a run's life, also when it was preempted since."""
-        first = max(self._num_reported, self.admission.first_block)
+        first = max(self._num_reported, self.admission.first_block, self.admission.first_near)
         for position in range(first, self.num_computed // self._hashed.block_tokens):
             yield self._filled(position)
             self._num_reported = position + 1

@@ -39,6 +39,7 @@ class SequenceState:
     first_block: int = 0  # earlier ones were given back, since the model's window has passed them
     leader: int | None = None  # key of the sequence that computes this one's next block
     num_drafts: int = 0  # tokens behind the target that might be computed, too: of those who lack their newest only
+    end_near: int = 0  # of a model with near parts: they are held as far as this block
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_computed < self.num_target
@@ -52,6 +53,11 @@ class StepLimits:
     batch_sequences_max: int
     block_tokens: int
     window: KeyWindow = EVERYTHING  # of what the model reads
+    near_window: KeyWindow = EVERYTHING  # of what the layers read whose KV is in near parts, if blocks have some
+
+    def step_rows(self, rows: int) -> int:
+        """How many of so many rows one step may compute of one sequence."""
+        return self.near_window.step_rows(self.window.step_rows(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class PlannedRows:
     new_blocks: int
     num_logits: int  # of the last so many positions
     num_drafts: int = 0  # so many of the last positions are drafts
+    new_near: int = 0  # near parts that it must be given, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +92,24 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """So many blocks are missing: release those of one sequence that holds some, then plan again."""
+    """So many blocks are missing, or near parts of some: release one sequence's that holds some, then plan again."""
 
     num_missing: int
+    near: bool = False
 
 
 def schedule_step(
-    sequences: Sequence[SequenceState], limits: StepLimits, *, available_blocks: int, may_preempt: bool = True
+    sequences: Sequence[SequenceState],
+    limits: StepLimits,
+    *,
+    available_blocks: int,
+    available_near: int = 0,
+    may_preempt: bool = True,
 ) -> StepPlan | Resume | Preempt:
     """Decide the next step, or the change of blocks that must come before it.
 
     sequences:        all runs, in the batch or waiting for it, in any order.
-    available_blocks: blocks that can be taken now.
+    available_blocks: blocks that can be taken now, and available_near: near parts of some.
     may_preempt:      else blocks are on their way, and who needs one that is not there sits this step out.
     Returns a plan whose rows need at most `available_blocks`; its rows are empty only when no sequence can run now.
     """
@@ -110,22 +123,29 @@ def schedule_step(
         if sequence.num_blocks > 0:
             joins.append(sequence)
             continue
-        needed = limits.window.held_blocks(_blocks_for(sequence.num_target, limits))
+        num_blocks = _blocks_for(sequence.num_target, limits)
+        needed, needed_near = limits.window.held_blocks(num_blocks), 0
+        if limits.near_window.bounded:
+            needed_near = limits.near_window.held_blocks(num_blocks)
         # What the others grow by in this step is theirs: else this one would be resumed and preempted in turn for ever.
-        if needed + _growth(_plan_rows(_batch(by_turn, joins), limits)) <= available_blocks:
-            return Resume(key=sequence.key, num_blocks=_blocks_for(sequence.num_target, limits))
+        others = _plan_rows(_batch(by_turn, joins), limits)
+        if needed + _growth(others) <= available_blocks and needed_near + _near_growth(others) <= available_near:
+            return Resume(key=sequence.key, num_blocks=num_blocks)
     rows = _plan_rows(_batch(by_turn, joins), limits)
-    if _growth(rows) > available_blocks:
-        if limits.window.bounded and len(by_turn) == 1:
+    missing, missing_near = _growth(rows) - available_blocks, _near_growth(rows) - available_near
+    if missing > 0 or missing_near > 0:
+        if len(by_turn) == 1 and (limits.window.bounded or missing <= 0):
             # What it lacks is what its window has passed, and what is being published yet: it is there in a moment.
             return StepPlan(joins=(), rows=())
         if may_preempt:
-            return Preempt(num_missing=_growth(rows) - available_blocks)
-        rows = _that_fit(rows, available_blocks)
+            return Preempt(num_missing=missing) if missing > 0 else Preempt(num_missing=missing_near, near=True)
+        rows = _that_fit(rows, available_blocks, available_near)
     if any(sequence.num_drafts for sequence in by_turn):
         waits_for_blocks = any(sequence.num_blocks == 0 for sequence in by_turn)
         # Whoever is here may grow by one more block before the drafts' blocks are needed anyway.
         spare_blocks = 0 if waits_for_blocks else available_blocks - _growth(rows) - len(by_turn)
+        if limits.near_window.bounded:
+            spare_blocks = min(spare_blocks, available_near - _near_growth(rows) - len(by_turn))
         rows = _with_drafts(rows, {sequence.key: sequence for sequence in by_turn}, limits, spare_blocks=spare_blocks)
     return StepPlan(joins=tuple(sequence.key for sequence in joins), rows=tuple(rows))
 
@@ -138,6 +158,10 @@ def _growth(rows: Sequence[PlannedRows]) -> int:
     return sum(row.new_blocks for row in rows)
 
 
+def _near_growth(rows: Sequence[PlannedRows]) -> int:
+    return sum(row.new_near for row in rows)
+
+
 def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[PlannedRows]:
     """Rows for newest tokens first, then prompt chunks, in the batch's order within each."""
     in_batch = {sequence.key for sequence in batch}
@@ -148,19 +172,20 @@ def _plan_rows(batch: Sequence[SequenceState], limits: StepLimits) -> list[Plann
         if left == 0:
             break
         if not _lacks_newest_only(sequence):
-            num_rows = limits.window.step_rows(min(left, sequence.num_target - sequence.num_computed))
+            num_rows = limits.step_rows(min(left, sequence.num_target - sequence.num_computed))
             rows.append(_rows(sequence, num_rows, limits))
             left -= num_rows
     return rows
 
 
-def _that_fit(rows: Sequence[PlannedRows], available_blocks: int) -> list[PlannedRows]:
+def _that_fit(rows: Sequence[PlannedRows], available_blocks: int, available_near: int) -> list[PlannedRows]:
     """The rows that need no block, and of the others as many as can be had, the oldest sequence's first."""
-    left = available_blocks
+    left, left_near = available_blocks, available_near
     fit = set()
     for row in sorted(rows, key=lambda row: row.key):
-        if row.new_blocks <= left:
+        if row.new_blocks <= left and row.new_near <= left_near:
             left -= row.new_blocks
+            left_near -= row.new_near
             fit.add(row.key)
     return [row for row in rows if row.key in fit]
 
@@ -175,20 +200,27 @@ def _with_drafts(
     for row in rows:
         sequence = by_key[row.key]
         wanted = (
-            min(sequence.num_drafts, left, limits.window.step_rows(1 + left) - 1)
+            min(sequence.num_drafts, left, limits.step_rows(1 + left) - 1)
             if _lacks_newest_only(sequence) and sequence.wants_logits
             else 0
         )
         blocks = sequence.first_block + sequence.num_blocks + row.new_blocks
-        more_blocks = min(max(0, spare_blocks), max(0, _blocks_for(row.stop + wanted, limits) - blocks))
+        wanted_blocks = _blocks_for(row.stop + wanted, limits)
+        more_blocks = min(max(0, spare_blocks), max(0, wanted_blocks - blocks))
         num_drafts = min(wanted, (blocks + more_blocks) * limits.block_tokens - row.stop)
-        spare_blocks -= more_blocks
+        more_near = 0
+        if limits.near_window.bounded:
+            near = sequence.end_near + row.new_near
+            more_near = min(max(0, spare_blocks), max(0, wanted_blocks - near))
+            num_drafts = min(num_drafts, (near + more_near) * limits.block_tokens - row.stop)
+        spare_blocks -= max(more_blocks, more_near)
         left -= num_drafts
         drafted.append(
             replace(
                 row,
                 stop=row.stop + num_drafts,
                 new_blocks=row.new_blocks + more_blocks,
+                new_near=row.new_near + more_near,
                 num_logits=row.num_logits + num_drafts,
                 num_drafts=num_drafts,
             )
@@ -202,12 +234,16 @@ def _lacks_newest_only(sequence: SequenceState) -> bool:
 
 def _rows(sequence: SequenceState, num_rows: int, limits: StepLimits) -> PlannedRows:
     stop = sequence.num_computed + num_rows
+    new_near = 0
+    if limits.near_window.bounded:
+        new_near = max(0, _blocks_for(stop, limits) - sequence.end_near)
     return PlannedRows(
         key=sequence.key,
         start=sequence.num_computed,
         stop=stop,
         new_blocks=max(0, _blocks_for(stop, limits) - sequence.first_block - sequence.num_blocks),
         num_logits=int(sequence.wants_logits and stop == sequence.num_target),
+        new_near=new_near,
     )
 
 

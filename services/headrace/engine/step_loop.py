@@ -253,11 +253,12 @@ class StepLoop:
                 [run.state for run in self._runs.values() if not run.reloading],
                 self._limits,
                 available_blocks=self._pool.available_blocks,
+                available_near=self._pool.available_near,
                 may_preempt=not (saving_s := self.preemption.saving_s),
             )
             match planned:
-                case Preempt(num_missing=num_missing):
-                    self._preempt(num_missing)
+                case Preempt() as missing:
+                    self._preempt(missing)
                 case Resume(key=key, num_blocks=num_blocks):
                     self._resume(self._runs[key], num_blocks)
                 case StepPlan() as plan if self._take_blocks(plan):
@@ -267,9 +268,9 @@ class StepLoop:
                     self._look_again_s = saving_s or None
                     return plan
 
-    def _preempt(self, num_missing: int) -> None:
+    def _preempt(self, missing: Preempt) -> None:
         """One run gives its blocks back, and comes back later."""
-        block_ids = self.preemption.choose(self._runs.values(), num_missing=num_missing).give_up_blocks()
+        block_ids = self.preemption.choose(self._runs.values(), missing).give_up_blocks()
         self._publish_counts()
         self._pool.unref_all(block_ids)
 
@@ -290,7 +291,19 @@ class StepLoop:
             if isinstance(taken, Short):
                 return False
             self._runs[rows.key].block_ids.extend(taken.block_ids)
+            near = self._pool.take_near(rows.new_near) if rows.new_near else ()
+            if isinstance(near, Short):
+                return False
+            if near:
+                self._runs[rows.key].add_near(near, self._pool.parts)
         return True
+
+    def _pass_window(self, run: Run) -> None:
+        """Give back what the run does not need any more."""
+        passed = run.pass_window(self._limits.window)
+        if self._limits.near_window.bounded:
+            passed += run.pass_near(self._limits.near_window, self._pool.parts)
+        self._pool.unref_all(passed)
 
     def _take_computed(self, run: Run) -> None:
         """Instead of computing the run's next blocks, take those that another run has computed meanwhile."""
@@ -302,7 +315,7 @@ class StepLoop:
                 self._pool.count_late_hits(len(taken))
             self._pool.unref_all(run.take(taken))
             self._share_blocks(run, prompt if run.leaves_blocks else None)
-            self._pool.unref_all(run.pass_window(self._limits.window))
+            self._pass_window(run)
 
     def _share_blocks(self, run: Run, hashed: HashedPrompt | None) -> None:
         """Share the run's blocks that are full by hash, and report the new ones. None: there are none, or they are not
@@ -316,7 +329,7 @@ class StepLoop:
                 hashed, run.block_ids[:num_full], first_block=first_block, ttl_s=run.admission.ttl_s
             )
             # Where blocks stay with their sequence, the pool itself sees what is forgotten, each time.
-            run.is_forgotten = self._limits.window.bounded and not shared
+            run.is_forgotten = (self._limits.window.bounded or self._limits.near_window.bounded) and not shared
         for filled in run.unreported_blocks():
             self._pool.ref(filled.block_id)
             run.stream.send(filled)
@@ -335,7 +348,7 @@ class StepLoop:
             if check.accepted == place or run.key not in self._runs:
                 break
             self._turns.generated(run.admission.claim)  # the next one comes beside that of the step
-        self._pool.unref_all(run.pass_window(self._limits.window))
+        self._pass_window(run)
         if check.token_ids and self._speculation is not None:
             self._speculation.settle(run, check)
 
