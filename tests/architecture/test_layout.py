@@ -29,7 +29,7 @@ NOT_EMPTY = [p for p in SOURCES if p.name != "__init__.py" or p.read_text(encodi
 REFERENCED = [p for p in SOURCES if p.name not in ("__init__.py", "__main__.py") and not p.stem.startswith("memory_")]
 LIMITS = [
     SERVICES / "core" / name
-    for name in ("limits.py", "index_limits.py", "draft_limits.py", "overtake_limits.py", "front_door_limits.py")
+    for name in ("limits.py", "index_limits.py", "draft_limits.py", "overtake_limits.py", "telemetry_limits.py", "front_door_limits.py")
 ]
 VAGUE = ("utils", "common", "helpers", "manager", "base", "misc")
 
@@ -84,7 +84,7 @@ def test_no_module_is_unreferenced(path: Path):
     """Fails for a file that nothing imports, runs or names."""
     word = re.compile(rf"\b{path.stem}\b")
     others = [p for p in [*SOURCES, ROOT / "pyproject.toml", ROOT / "Makefile"] if p != path]
-    yamls = list((ROOT / "cluster").rglob("*.yaml"))
+    yamls = [path for folder in ("cluster", "helm") for path in (ROOT / folder).rglob("*.yaml")]
     assert any(word.search(p.read_text(encoding="utf-8")) for p in [*others, *yamls])
 
 

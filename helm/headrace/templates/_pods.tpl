@@ -9,24 +9,9 @@
 {{ $mebibytes }}
 {{- end -}}
 
-{{/* Environment that all Ray processes share. */}}
-{{- define "headrace.environment" -}}
+{{/* Where the index is, from values and secrets. */}}
+{{- define "headrace.redisEnvironment" -}}
 {{- $values := .Values -}}
-- name: HOME
-  value: /home/headrace
-- name: RAY_USAGE_STATS_ENABLED
-  value: "0"
-{{- if $values.ray.gcsFaultTolerance }}
-# How long a pod goes on by itself while the head is away.
-- name: RAY_gcs_rpc_server_reconnect_timeout_s
-  value: "600"
-{{- end }}
-- name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
-  value: headrace_cluster.proxy_http.middlewares
-{{- range $name, $value := dict "OMP_WAIT_POLICY" "passive" "KMP_BLOCKTIME" "0" "TOKENIZERS_PARALLELISM" "false" }}
-- name: {{ $name }}
-  value: {{ $value | quote }}
-{{- end }}
 {{- if $values.redis.passwordSecret.name }}
 - name: HEADRACE_REDIS_PASSWORD
   valueFrom:
@@ -51,6 +36,27 @@
   {{- else }}
   value: {{ include "headrace.redisUrl" . | quote }}
   {{- end }}
+{{- end -}}
+
+{{/* Environment that all Ray processes share. */}}
+{{- define "headrace.environment" -}}
+{{- $values := .Values -}}
+- name: HOME
+  value: /home/headrace
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+{{- if $values.ray.gcsFaultTolerance }}
+# How long a pod goes on by itself while the head is away.
+- name: RAY_gcs_rpc_server_reconnect_timeout_s
+  value: "600"
+{{- end }}
+- name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+  value: headrace_cluster.proxy_http.middlewares
+{{- range $name, $value := dict "OMP_WAIT_POLICY" "passive" "KMP_BLOCKTIME" "0" "TOKENIZERS_PARALLELISM" "false" }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- include "headrace.redisEnvironment" . | trim | nindent 0 }}
 {{- if and $values.ray.gcsFaultTolerance (include "headrace.redisTls" .) $values.redis.external.caSecret.name }}
 - name: RAY_REDIS_CA_CERT
   value: /etc/headrace/redis-ca/{{ $values.redis.external.caSecret.key }}
@@ -107,12 +113,7 @@ spec:
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "headrace.graceSeconds" . }}
   securityContext:
-    runAsNonRoot: true
-    runAsUser: {{ $values.podSecurity.runAsUser }}
-    runAsGroup: {{ $values.podSecurity.runAsGroup }}
-    fsGroup: {{ $values.podSecurity.fsGroup }}
-    seccompProfile:
-      type: RuntimeDefault
+    {{- include "headrace.podSecurity" $root | nindent 4 }}
   {{- with $values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -264,6 +265,15 @@ spec:
       secret:
         secretName: {{ $values.redis.external.caSecret.name }}
     {{- end }}
+{{- end -}}
+
+{{- define "headrace.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.runAsUser }}
+runAsGroup: {{ .Values.podSecurity.runAsGroup }}
+fsGroup: {{ .Values.podSecurity.fsGroup }}
+seccompProfile:
+  type: RuntimeDefault
 {{- end -}}
 
 {{- define "headrace.containerSecurity" -}}
