@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from patient_redis import patient_index, patient_membership
+from restricted_redis import refused, restricted
 from settled_mirror import SettledMirror
 
 from headrace.core.ports import BlockIndex, Membership
@@ -55,9 +56,12 @@ async def under_test(implementation: str, request: pytest.FixtureRequest) -> Asy
     async def sleep(ms: int) -> None:
         await asyncio.sleep(ms / 1000)
 
-    url = request.getfixturevalue("empty_valkey_url")
+    # As a user who may do no more than docs/security.md says: what else the index asks for is refused, and seen.
+    open_url = request.getfixturevalue("empty_valkey_url")
+    url = restricted(open_url)
     index = patient_index(url) if implementation == "redis" else SettledMirror(url)
     redis_membership = patient_membership(url)
     yield IndexUnderTest(index, redis_membership, sleep)
     await index.close()
     await redis_membership.close()
+    assert refused(open_url) == "*0"

@@ -43,6 +43,19 @@ _MARK_KEY_PREFIX = _MEMBERS + b"p:"
 
 INCARNATION_DIGITS = 20
 
+# What is asked of Redis, scripts included, and all that an ACL user for it needs (docs/security.md has the line).
+COMMANDS = tuple(
+    "del eval evalsha exists get getrange hdel hget hgetall hincrby hlen hmget hrandfield hset info pttl sadd scan set"
+    " srandmember srem strlen xadd xinfo|stream xread".split()
+)
+
+
+def acl_rules() -> str:
+    """The rules of an ACL user that may do what this index does, to its own keys, and nothing else. SCAN names keys of
+    others too, and INFO tells of the server: neither can be had in part."""
+    allowed = " ".join(f"+{command}" for command in COMMANDS)
+    return f"resetkeys ~{ALL_KEYS_PATTERN.decode()} resetchannels -@all {allowed}"
+
 
 def shard_of(namespace: NamespaceId) -> int:
     """The shard that a namespace lies in; the same in every process."""
