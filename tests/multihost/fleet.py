@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hosts import Host, Network, wait_until
 from ray_hosts import START_WITHIN_S, RayHosts
@@ -13,6 +14,9 @@ from ray_hosts import START_WITHIN_S, RayHosts
 from headrace.client.admin_values import WorkerStatus
 from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling
+from headrace.config import config_to_flat, load_config
+from headrace.core.block import CacheSource
+from headrace.core.generation import ALL_SOURCES
 
 BLOCK_TOKENS = 16
 SETTINGS = {
@@ -22,19 +26,24 @@ SETTINGS = {
     "block_tokens": BLOCK_TOKENS,
     "pool_tokens": 2_048,
     "prefill_chunk_tokens": 64,
-    "local_prefill_tokens": 32,
-    "load_patience_ms": 60_000,  # the model computes in no time, and these tests are about what is reused
+    "local_prefill_tokens": 4_096,  # prefill workers work for those requests that name one
+    "load_patience_ms": 5_000,  # the model computes in no time, and these tests are about what is reused
     "arena_mb": 16,
     "prefill_workers": 1,
     "decode_workers": 2,
     "gateways": 2,
 }
+# Nobody else is on this network.
+SETTINGS |= {"insecure_network": True} if "insecure_network" in config_to_flat(load_config({}, environ={})) else {}
 # Which host takes what, by Ray's own means: custom resources of the nodes.
-ON_DECODE = {"num_cpus": 0.1, "resources": {"decode": 1}}
 DEPLOYMENTS = [
-    {"name": "Gateway", "ray_actor_options": {"num_cpus": 0.1, "resources": {"gateway": 1}}},
-    {"name": "PrefillWorker", "ray_actor_options": {"num_cpus": 0.1, "resources": {"prefill": 1}}},
-    {"name": "DecodeWorker", "ray_actor_options": ON_DECODE},
+    {
+        "name": name,
+        "ray_actor_options": {"num_cpus": 0.1, "resources": {resource: 1}},
+        # Whatever streams when a replica is to go may end by itself.
+        "graceful_shutdown_timeout_s": 120,
+    }
+    for name, resource in (("Gateway", "gateway"), ("PrefillWorker", "prefill"), ("DecodeWorker", "decode"))
 ]
 TOKENS = Sampling(max_tokens=12, ignore_eos=True)
 
@@ -44,7 +53,8 @@ class Fleet:
     """The running system. `a` has a prefill and a decode worker, `b` a decode worker; both have a gateway."""
 
     ray: RayHosts
-    client: HeadraceClient  # to the proxy of host `a`
+    settings: dict[str, Any]
+    clients: dict[str, HeadraceClient]  # by host, each to its host's proxy, which prefers its host's gateway
 
     @property
     def a(self) -> Host:
@@ -54,27 +64,42 @@ class Fleet:
     def b(self) -> Host:
         return self.ray.hosts["b"]
 
+    @property
+    def client(self) -> HeadraceClient:
+        return self.clients["a"]
+
+    def deploy(self, **settings: Any) -> None:
+        """`serve deploy` with these settings changed."""
+        self.ray.deploy(settings=self.settings | settings, deployments=DEPLOYMENTS)
+
     def workers(self, host: Host, role: str = "decode") -> list[WorkerStatus]:
         """Live workers of a role on a host, by the store node that they announce: it is named after its host."""
         status = self.client.status()
-        (node,) = [node for node in status.store_nodes if node.node_id == host.name]
-        return [worker for worker in status.workers if worker.host == node.host and worker.role == role]
+        near = {node.host for node in status.store_nodes if node.node_id == host.name}
+        return [worker for worker in status.workers if worker.host in near and worker.role == role]
 
     def ask(
-        self, prompt: list[int], *, on: Host, prefill_on: Host | None = None, sampling: Sampling = TOKENS
+        self,
+        prompt: list[int],
+        *,
+        on: Host,
+        prefill_on: Host | None = None,
+        sources: frozenset[CacheSource] = ALL_SOURCES,
+        through: Host | None = None,
     ) -> GenerateResult:
-        """An answer by the decode worker of this host."""
+        """An answer by the decode worker of a host, through the proxy of the same one unless another is named."""
         (decode,) = self.workers(on)
         prefill = "" if prefill_on is None else self.workers(prefill_on, "prefill")[0].worker_id
-        cache = CacheOptions(decode_worker=decode.worker_id, prefill_worker=prefill)
-        return self.client.generate(prompt, sampling=sampling, cache=cache, timeout_s=120)
+        cache = CacheOptions(sources=sources, decode_worker=decode.worker_id, prefill_worker=prefill)
+        client = self.clients[(through or on).name]
+        return client.generate(prompt, sampling=TOKENS, cache=cache, timeout_s=120)
 
-    def cold(self, prompt: list[int], *, sampling: Sampling = TOKENS) -> tuple[int, ...]:
+    def cold(self, prompt: list[int]) -> tuple[int, ...]:
         """The tokens that an uncached computation gives."""
-        return self.client.generate(prompt, sampling=sampling, cache=COLD, timeout_s=120).token_ids
+        return self.client.generate(prompt, sampling=TOKENS, cache=COLD, timeout_s=120).token_ids
 
     def is_whole(self) -> bool:
-        """Whether all that the settings name is there and known, as any gateway sees it."""
+        """Whether all that the settings name is there and known."""
         status = self.client.status()
         return (len(status.workers), len(status.gateways)) == (3, 2)
 
@@ -93,12 +118,12 @@ def start_fleet(network: Network, directory: Path, model: Path) -> Iterator[Flee
     ray.add_host("a", resources={"gateway": 1, "prefill": 1, "decode": 1})
     ray.add_host("b", resources={"gateway": 1, "decode": 1})
     wait_until(ray.dashboard, within_s=START_WITHIN_S, what="Ray's dashboard")
-    ray.deploy(settings=SETTINGS | {"model": str(model)}, deployments=DEPLOYMENTS)
-    ray.wait_until_running()
-    client = ray.client(ray.hosts["a"])
+    fleet = Fleet(ray, SETTINGS | {"model": str(model)}, {name: ray.client(ray.hosts[name]) for name in ("a", "b")})
     try:
-        fleet = Fleet(ray=ray, client=client)
+        fleet.deploy()
+        ray.wait_until_running()
         wait_until(fleet.is_whole, within_s=START_WITHIN_S, what="all members")
         yield fleet
     finally:
-        client.close()
+        for client in fleet.clients.values():
+            client.close()

@@ -8,13 +8,14 @@ The hosts hang on a switch, a namespace with a bridge, to which this process has
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -41,7 +42,8 @@ def why_no_hosts() -> str:
     probe = (
         "mount -t tmpfs tmpfs /dev/shm && ip link add probe0 type bridge"
         " && ip link add probe1 type veth peer name probe2"
-        " && tc qdisc add dev probe1 root tbf rate 1mbit burst 32k latency 1s"
+        " && tc qdisc add dev probe1 root handle 1: htb"
+        " && tc filter add dev probe1 parent 1: protocol ip u32 match ip dst 198.18.0.1 flowid 1:1"
     )
     done = subprocess.run(
         ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "sh", "-c", probe],
@@ -114,14 +116,26 @@ class Host(Namespace):
             self.heal(other)
 
     @contextmanager
-    def slow(self, *, megabit_per_s: float, queue_bytes: int) -> Iterator[None]:
-        """What this host sends goes no faster, and beyond so many bytes that wait it is lost."""
-        shape = ("tbf", "rate", f"{megabit_per_s}mbit", "burst", "16kb", "limit", str(queue_bytes))
-        self.run("tc", "qdisc", "replace", "dev", "eth0", "root", *shape)
+    def slow_to(self, other: "Host", *, kilobit_per_s: int, queue_packets: int) -> Iterator[None]:
+        """What this host sends to the other goes no faster, and what comes while so many packets wait is lost."""
+        self.run("ip", "link", "set", "eth0", "gso_max_size", "1500", "gso_max_segs", "1")  # packets as on a real cable
+        self.run("tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb")
         try:
+            self.run("tc", "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb",
+                     "rate", f"{kilobit_per_s}kbit", "burst", "1600")  # fmt: skip
+            self.run("tc", "qdisc", "add", "dev", "eth0", "parent", "1:1", "pfifo", "limit", str(queue_packets))
+            self.run("tc", "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "u32",
+                     "match", "ip", "dst", other.address, "flowid", "1:1")  # fmt: skip
             yield
         finally:
             self.run("tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def sent_slowly(self) -> tuple[int, int]:
+        """Bytes that went the slow way since it is slow, and packets that were lost there."""
+        said = self.run("tc", "-s", "class", "show", "dev", "eth0")
+        found = re.search(r"Sent (\d+) bytes \d+ pkt \(dropped (\d+)", said)
+        assert found, said
+        return int(found[1]), int(found[2])
 
     def pids(self, title: str) -> list[int]:
         """Process ids, as this machine sees them, of the host's processes whose title begins so."""
@@ -135,16 +149,21 @@ class Host(Namespace):
                 line = (entry / "cmdline").read_bytes().decode(errors="replace")
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if inside and line.startswith(title):
+            if inside and line and line.startswith(title):
                 found.append(int(entry.name))
         return found
 
-    def kill_all(self, title: str) -> int:
-        """Kill the processes whose title begins so; how many there were."""
-        pids = self.pids(title)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        return len(pids)
+    def kill_processes(self) -> None:
+        """Kill whatever runs there; the host itself stays, with its addresses, as after a restart."""
+
+        def all_gone() -> bool:
+            left = [pid for pid in self.pids("") if pid != self.pid]
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not left
+
+        wait_until(all_gone, within_s=60, what=f"the end of all processes on {self.name}")
 
 
 Place = TypeVar("Place", bound=Namespace)

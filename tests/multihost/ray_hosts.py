@@ -9,6 +9,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,6 @@ class RayHosts:
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     hosts: dict[str, Host] = field(default_factory=dict)
     redis_url: str = ""
-    fault_tolerant: bool = False
 
     def environment(self, host: Host | None = None) -> dict[str, str]:
         """For commands of a cluster's user and for Ray itself; nothing of the caller's Ray gets through."""
@@ -54,8 +54,13 @@ class RayHosts:
             "RAY_USAGE_STATS_ENABLED": "0",
             # What others on this machine use is not this Ray's to judge.
             "RAY_memory_monitor_refresh_ms": "0",
+            # A host without power is noticed after some 25 s instead of a minute.
+            "RAY_health_check_timeout_ms": "5000",
+            "RAY_health_check_failure_threshold": "3",
             CALLBACK_VARIABLE: CALLBACK,
-            **({"RAY_REDIS_ADDRESS": f"{self.network.address_of(SWITCH)}:{REDIS_PORT}"} if self.fault_tolerant else {}),
+            # Ray keeps there what its head knows, and its nodes wait that long for a head that is away.
+            "RAY_REDIS_ADDRESS": f"{self.network.address_of(SWITCH)}:{REDIS_PORT}",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         }
 
     @property
@@ -154,6 +159,11 @@ class RayHosts:
             return app["status"] == "RUNNING"
 
         wait_until(runs, within_s=START_WITHIN_S, what="all replicas")
+
+    def replica_states(self) -> dict[str, dict[str, int]]:
+        """How many replicas of each deployment are in which state."""
+        deployments = self.application().get("deployments") or {}
+        return {name: Counter(each["state"] for each in found["replicas"]) for name, found in deployments.items()}
 
     def client(self, host: Host) -> HeadraceClient:
         """To the proxy of this host."""
