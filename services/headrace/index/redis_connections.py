@@ -23,17 +23,16 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace.core.clock import Clock
-from headrace.core.errors import ConfigInvalid, IndexUnavailable
+from headrace.core.errors import IndexUnavailable
 from headrace.core.index_limits import INDEX_PAUSE_MS, INDEX_STALL_GRACE_MS, INDEX_TIMEOUT_MS
 from headrace.index.circuit_breaker import CircuitBreaker, Ticket
+from headrace.index.connection_factory import connection_factory
 
 _log = logging.getLogger(__name__)
 
@@ -103,19 +102,7 @@ class RedisConnections:
         self, redis_url: str, *, connections_max: int, clock: Clock, timeout_ms: int = INDEX_TIMEOUT_MS
     ) -> None:
         """Connects when first used. timeout_ms: of each call. Raises ConfigInvalid when the URL cannot be read."""
-        try:
-            # Used for reading the URL and making connections only. RESP2 without client information: a new connection
-            # needs no round trip before its first command (with a password or a database number it needs one).
-            self._factory = ConnectionPool.from_url(
-                redis_url,
-                protocol=2,
-                driver_info=None,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,
-                socket_connect_timeout=None,
-            )
-        except ValueError as error:
-            raise ConfigInvalid("redis_url", f"cannot be read: {error}") from error
+        self._factory = connection_factory(redis_url, timeout_ms=timeout_ms)
         self._breaker = CircuitBreaker(pause_s=INDEX_PAUSE_MS / 1000, clock=clock)
         self._slots = asyncio.Semaphore(connections_max)
         self._idle: list[AbstractConnection] = []
@@ -143,6 +130,8 @@ class RedisConnections:
                     else:
                         await connection.disconnect(nowait=True)
         except (TimeoutError, RedisConnectionError, RedisTimeoutError, OSError) as error:
+            if isinstance(error, RedisConnectionError):
+                await self.close()  # the others lead to the same server, which is gone or no primary any more
             raise self._failed(ticket, error) from error
         except RedisError as error:
             self._succeeded(ticket)
