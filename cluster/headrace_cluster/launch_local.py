@@ -36,6 +36,7 @@ from headrace_cluster.local_instance import (
     kill_processes_of,
     read_state,
     remove_files_of,
+    write_private,
 )
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE, MESSAGE_BYTES_VARIABLE
 
@@ -59,7 +60,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
     """
     config = _with_absolute_paths(config)
     state_dir = default_state_dir(config).resolve()
-    state_dir.mkdir(parents=True, exist_ok=True)
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _only_one(state_dir):
         running = read_state(state_dir)
         if running is not None and is_alive(running):
@@ -69,8 +70,8 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
         check_drafter(config.model, config.engine)
         prepare_model(config.model, report=report)
         instance_id = secrets.token_hex(4)
-        (state_dir / CONFIG_FILE).write_text(json.dumps(config_to_flat(config)), encoding="utf-8")
-        (state_dir / PROGRESS_FILE).write_text("", encoding="utf-8")
+        write_private(state_dir / CONFIG_FILE, json.dumps(config_to_flat(config)))
+        write_private(state_dir / PROGRESS_FILE, "")
         supervisor = _spawn_supervisor(state_dir, instance_id)
         try:
             return _follow(supervisor, state_dir, report)
@@ -132,6 +133,7 @@ def _spawn_supervisor(state_dir: Path, instance_id: str) -> "subprocess.Popen[by
         CALLBACK_VARIABLE: CALLBACK,
         MESSAGE_BYTES_VARIABLE: str(GRPC_MESSAGE_BYTES_MAX),
     }
+    write_private(state_dir / LOG_FILE, "")
     with open(state_dir / LOG_FILE, "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "headrace_cluster.supervisor", str(state_dir), instance_id],

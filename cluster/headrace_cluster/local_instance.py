@@ -64,8 +64,15 @@ def read_state(state_dir: Path) -> InstanceState | None:
 def write_state(state_dir: Path, state: InstanceState) -> None:
     """Replace the record in one step, so that a reader never sees half of it."""
     scratch = state_dir / (STATE_FILE + ".new")
-    scratch.write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
+    write_private(scratch, json.dumps(asdict(state), indent=1) + "\n")
     scratch.replace(state_dir / STATE_FILE)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that this user alone may read: settings hold a Redis' password."""
+    path.unlink(missing_ok=True)  # one from before keeps its mode
+    path.touch(mode=0o600)
+    path.write_text(text, encoding="utf-8")
 
 
 def is_alive(state: InstanceState) -> bool:

@@ -221,7 +221,10 @@ def _read_file(path: str | Path | None) -> dict[str, Any]:
     except OSError as error:
         raise ConfigInvalid("config", f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigInvalid("config", f"{path} cannot be read as YAML: {error}") from error
+        # Where, and never what: a parser's message quotes the line, and so what may be a password.
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigInvalid("config", f"{path} cannot be read as YAML{where}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

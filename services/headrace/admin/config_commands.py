@@ -7,6 +7,7 @@ import click
 from headrace.admin.setting_flags import ALL_PIECES, setting_options
 from headrace.admin.terminal import json_option, print_json, print_table
 from headrace.config import config_to_flat, load_config, setting_sources, settings_table
+from headrace.core.hide_secrets import hide_secrets
 
 
 @click.group(short_help="Show settings and where each comes from.")
@@ -18,7 +19,7 @@ def config() -> None:
 @setting_options(*ALL_PIECES)
 @json_option
 def show_config(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
-    """Show every setting with its value, its source and what it means.
+    """Show every setting with its value, its source and what it means. Passwords in URLs are shown as ***.
 
     \b
     Examples:
@@ -28,7 +29,13 @@ def show_config(*, flags: dict[str, Any], config_file: str | None, as_json: bool
     values = config_to_flat(load_config(flags, config_file=config_file))
     sources = setting_sources(flags, config_file=config_file)
     rows = [
-        {"name": name, "value": values[name], "source": sources[name], "piece": piece, "help": row.metadata["help"]}
+        {
+            "name": name,
+            "value": hide_secrets(values[name]) if isinstance(values[name], str) else values[name],
+            "source": sources[name],
+            "piece": piece,
+            "help": row.metadata["help"],
+        }
         for name, (piece, row) in settings_table().items()
     ]
     if as_json:
