@@ -143,7 +143,9 @@ def run_demo(config: Config, *, output: Path, report: Report) -> DemoReport:
     killed part did not come back).
     """
     state = _running_system(config, report)
-    with HeadraceClient(state.grpc_target, api_key=os.environ.get("HEADRACE_API_KEY", "")) as client:
+    with HeadraceClient(
+        state.grpc_target, api_key=os.environ.get("HEADRACE_API_KEY", ""), **state.client_tls
+    ) as client:
         demo = _Demo(client, report)
         rows = demo.run()
         found = DemoReport(demo.model, tuple(rows), state, output / "demo.json")

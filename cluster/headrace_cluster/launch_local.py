@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from headrace.compose import check_drafter, check_tenants, prepare_model
@@ -23,6 +23,7 @@ from headrace.config import Config, config_to_flat, load_config
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
 from headrace.engine.drafter import NGRAM, OFF
+from headrace.transfer.check_network import check_network, name_to_call
 from headrace_cluster.local_instance import (
     CONFIG_FILE,
     INSTANCE_VARIABLE,
@@ -66,6 +67,8 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
         if running is not None and is_alive(running):
             raise LaunchFailed(f"a system is up already at {running.http_url}; end it first (headrace down)")
         _clean_up(state_dir, report)
+        check_network(config, front_door=config.gateway.http_host)
+        name_to_call(config, config.gateway.http_host)
         check_tenants(config.gateway)
         check_drafter(config.model, config.engine)
         prepare_model(config.model, report=report)
@@ -83,7 +86,11 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Gateways read the tenants file, and workers the draft model, in processes with other working directories."""
+    """Gateways read the tenants file, workers the draft model, and all the TLS files, in processes with other working
+    directories."""
+    named = {key: path for key, path in asdict(config.network).items() if key.endswith("_file") and path}
+    absolute = {key: str(Path(path).expanduser().absolute()) for key, path in named.items()}
+    config = replace(config, network=replace(config.network, **absolute))
     if config.gateway.tenants_file:
         path = str(Path(config.gateway.tenants_file).expanduser().resolve())
         config = replace(config, gateway=replace(config.gateway, tenants_file=path))

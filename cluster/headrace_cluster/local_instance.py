@@ -43,7 +43,20 @@ class InstanceState:
     arena_path: str
     ray_temp_dir: str
     started: tuple[str, ...]  # parts in the order of their start
+    # How a caller on this machine checks the gateway's certificate, and what it shows; "" for plain text.
+    tls_ca_file: str = ""
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
     disk_path: str = ""  # of the store node's disk tier; "" where there is none, or it outlives the instance
+
+    @property
+    def client_tls(self) -> dict[str, str]:
+        """The files of TLS as a client takes them."""
+        return {
+            "tls_ca_file": self.tls_ca_file,
+            "tls_cert_file": self.tls_cert_file,
+            "tls_key_file": self.tls_key_file,
+        }
 
 
 def default_state_dir(config: Config) -> Path:

@@ -1,5 +1,5 @@
-"""What Serve's HTTP proxies lack: bounds on what a stranger's connection may cost (`bounded_http.py`), and a second
-gateway for a request whose first one died before it answered.
+"""What Serve's HTTP proxies lack: bounds on what a stranger's connection may cost (`bounded_http.py`), certificates
+that are renewed (`proxy_tls.py`), and a second gateway for a request whose first one died before it answered.
 
 Serve ends such a request with a bare 500, although nothing of an answer was passed on and another gateway, or the one
 that takes the dead one's place, would serve it. Runs inside the proxies, by way of the environment variable
@@ -42,6 +42,7 @@ def middlewares() -> list[Middleware]:
     from ray.util.metrics import Counter
 
     from headrace_cluster.bounded_http import BoundedHttp
+    from headrace_cluster.proxy_tls import set_up_tls
 
     ended = Counter(
         "headrace_http_connections_ended",
@@ -49,6 +50,12 @@ def middlewares() -> list[Middleware]:
         tag_keys=("reason",),
     )
     BoundedHttp.ended = staticmethod(lambda reason: ended.inc(tags={"reason": reason}))
+    refused = Counter(
+        "headrace_refused_connections",
+        description="HTTPS connections whose TLS handshake failed, plain text among them.",
+        tag_keys=("reason",),
+    )
+    set_up_tls(lambda reason: refused.inc(tags={"reason": reason}))
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__qualname__}"
     return [Middleware(TryAgainWhenDied)]
 

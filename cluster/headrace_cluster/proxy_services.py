@@ -32,6 +32,7 @@ from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
 from headrace.wire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from headrace_cluster.caller_presence import CALLER_KEY, Presence
 from headrace_cluster.proxy_http import CALL_ATTEMPTS
+from headrace_cluster.proxy_tls import check_opened_here
 
 Handler = Callable[[Any, Any], Any]
 HandlerFactory = Callable[..., Handler]
@@ -59,6 +60,7 @@ def add_health(servicer: Any, server: Any) -> None:
 def _add_guarded(add: Callable[[Any, Any], None], servicer: Any, server: Any) -> None:
     """Register a service while the server's factory of handlers gives ours: streams that can be cancelled, and calls
     that refuse what could not be decoded."""
+    check_opened_here(server)
     logging.getLogger("asyncio").addFilter(is_worth_a_line)
     factory = server.service_handler_factory
     server.service_handler_factory = _guarded(factory, Presence(ray.util.get_node_ip_address()))

@@ -14,9 +14,13 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from headrace.config import Config, config_to_flat, load_config
+from headrace.core.errors import ConfigInvalid
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX, REQUEST_TIMEOUT_MS_DEFAULT, WORKER_WAITING_MAX
 from headrace.core.members import WorkerRole
+from headrace.transfer.check_network import check_network, is_loopback
 from headrace_cluster.gateway_replica import GatewayReplica
+from headrace_cluster.proxy_tls import serve_http_options
+from headrace_cluster.store_actor import config_here
 from headrace_cluster.worker_replica import DecodeWorker, PrefillWorker
 
 APP_NAME = "headrace"
@@ -64,6 +68,7 @@ def serve_app(args: dict[str, Any]) -> Application:
     Raises ConfigInvalid naming the key.
     """
     config = load_config(args, environ={name: os.environ[name] for name in SECRET_VARIABLES if name in os.environ})
+    check_listening(config)
     settings = config_to_flat(config)
     options = worker_options(config)
     decode_role = WorkerRole.DECODE if config.cluster.prefill_workers else WorkerRole.BOTH
@@ -75,6 +80,26 @@ def serve_app(args: dict[str, Any]) -> Application:
         decode.bind(settings, decode_role.value),
         prefill.bind(settings, WorkerRole.PREFILL.value) if config.cluster.prefill_workers else None,
     )
+
+
+def check_listening(config: Config) -> None:
+    """As `check_network`, as far as it is known here: Serve listens where its `http_options` say, the parts on their
+    Ray nodes' addresses. Raises ConfigInvalid."""
+    options = serve_http_options()
+    if options is None:  # a config file is looked at, and nothing will listen; each part asks again when it starts
+        check_network(config)
+        return
+    here = config_here(config_to_flat(config))
+    check_network(here, front_door=options.host or "")
+    network = here.network
+    plain = os.environ.get("RAY_USE_TLS", "0") in ("", "0", "false")
+    if network.tls_ca_file and plain and not network.insecure_network and not is_loopback(here.store.store_host):
+        raise ConfigInvalid(
+            "tls_ca_file",
+            "Ray's own connections, by which gateways call workers, are in plain text: set RAY_USE_TLS=1, "
+            "RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT in the environment of every Ray node "
+            "(docs/tls.md), or insecure_network: true",
+        )
 
 
 def replicas(fixed: int, most: int) -> dict[str, Any]:

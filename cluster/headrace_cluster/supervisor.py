@@ -25,11 +25,14 @@ import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
-from headrace.client.prepare_call import call_metadata
+from headrace.client.prepare_call import CHANNEL_OPTIONS, call_metadata
 from headrace.compose import arena_path, own_disk_path
-from headrace.config import ClusterSettings, Config, GatewaySettings, config_to_flat, load_config
+from headrace.config import ClusterSettings, Config, GatewaySettings, NetworkSettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError
 from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
+from headrace.transfer.channels import open_blocking_channel
+from headrace.transfer.check_network import is_loopback, name_to_call
+from headrace.transfer.tls_files import tls_of_client
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, InstanceState, write_state
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, serve_app
@@ -71,6 +74,8 @@ class Supervisor:
             # Two instances on one host must not share an arena.
             settings["node_id"] = f"{socket.gethostname()}-{instance_id}"
         self._config = load_config(settings, environ={})
+        called_by = tls_to_call(self._config.network)
+        self._tls = tls_of_client(**called_by)
         self._state = InstanceState(
             instance_id=instance_id,
             pid=os.getpid(),
@@ -81,6 +86,7 @@ class Supervisor:
             arena_path=str(arena_path(self._config.store)),
             ray_temp_dir="",
             started=(),
+            **{f"tls_{name}": path for name, path in called_by.items()},
             disk_path=str(own_disk_path(self._config.store) or ""),
         )
 
@@ -110,7 +116,7 @@ class Supervisor:
         self._record()
         gateway = self._config.gateway
         http_port = self._port("http_port", gateway.http_host, gateway.http_port)
-        grpc_port = self._port("grpc_port", "", gateway.grpc_port)
+        grpc_port = self._port("grpc_port", gateway.http_host, gateway.grpc_port)
         if not self._config.index.redis_url:
             self._index = EmbeddedValkey()
             redis_url = self._index.start()
@@ -137,11 +143,11 @@ class Supervisor:
         parts.callback(serve.shutdown)
         serve.start(
             proxy_location="HeadOnly",
-            http_options={"host": gateway.http_host, "port": http_port},
+            http_options={"host": gateway.http_host, "port": http_port, **https_options(self._config.network)},
             grpc_options={"port": grpc_port, "grpc_servicer_functions": GRPC_SERVICER_FUNCTIONS},
         )
-        shown_host = "127.0.0.1" if gateway.http_host in ("0.0.0.0", "::", "") else gateway.http_host
-        self._started("Serve", http_url=f"http://{shown_host}:{http_port}", grpc_target=f"127.0.0.1:{grpc_port}")
+        host, scheme = name_to_call(self._config, gateway.http_host), "https" if self._tls is not None else "http"
+        self._started("Serve", http_url=f"{scheme}://{host}:{http_port}", grpc_target=f"{host}:{grpc_port}")
         serve.run_many(
             [serve.RunTarget(target=serve_app(config_to_flat(self._config)), name=APP_NAME, **RUN_OPTIONS)],
             wait_for_ingress_deployment_creation=False,
@@ -153,7 +159,8 @@ class Supervisor:
         cluster = self._config.cluster
         give_up_at = time.monotonic() + READY_TIMEOUT_S
         self._wait_for("workers to load the model", give_up_at, replicas_missing)
-        channel, metadata = grpc.insecure_channel(self._state.grpc_target), call_metadata(self._api_key)
+        channel = open_blocking_channel(self._state.grpc_target, tls=self._tls, options=CHANNEL_OPTIONS)
+        metadata = call_metadata(self._api_key)
         try:
             admin = admin_pb2_grpc.CacheAdminStub(channel)
             self._wait_for("all members to register", give_up_at, lambda: members_missing(admin, cluster, metadata))
@@ -173,6 +180,9 @@ class Supervisor:
         finally:
             channel.close()
         self._say(f"ready: {self._state.http_url} (HTTP), {self._state.grpc_target} (gRPC)")
+        gateway = self._config.gateway
+        if not gateway.tenants_file and is_loopback(gateway.http_host):
+            self._say("there is no tenants_file, so no key is asked for: this system listens on loopback only")
 
     def _wait_for(self, what: str, give_up_at: float, missing: Callable[[], str]) -> None:
         """Poll `missing()` until it returns "", telling what it returns when that changes."""
@@ -231,6 +241,26 @@ class Supervisor:
 
 class StartFailed(RuntimeError):
     """A part did not come up; the message holds its own error."""
+
+
+def https_options(network: NetworkSettings) -> dict[str, str]:
+    """What Serve's `http_options` say of TLS; the gRPC API goes by the same (`proxy_tls.py`)."""
+    if not network.tls_cert_file:
+        return {}
+    files = {"ssl_keyfile": network.tls_key_file, "ssl_certfile": network.tls_cert_file}
+    return files | ({"ssl_ca_certs": network.tls_client_ca_file} if network.tls_client_ca_file else {})
+
+
+def tls_to_call(network: NetworkSettings) -> dict[str, str]:
+    """The files by which somebody on this machine calls the gateway; all empty for plain text."""
+    if not network.tls_cert_file:
+        return {"ca_file": "", "cert_file": "", "key_file": ""}
+    return {
+        # Without authorities of ours the certificate itself is what is to be met, whoever signed it.
+        "ca_file": network.tls_ca_file or network.tls_cert_file,
+        "cert_file": network.tls_cert_file if network.tls_client_ca_file else "",
+        "key_file": network.tls_key_file if network.tls_client_ca_file else "",
+    }
 
 
 def start_private_ray(temp_dir: str, config: Config) -> None:

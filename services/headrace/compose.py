@@ -166,10 +166,13 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.telemetry.collectors import EngineCollector, SpeculationCollector, WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
     from headrace.telemetry.metrics import Metrics, start_metrics_server
+    from headrace.transfer.check_network import check_network
     from headrace.transfer.coded_pool import stored_pool
     from headrace.transfer.store_nodes import StoreNodeTable
+    from headrace.transfer.tls_files import tls_of_parts
     from headrace.transfer.worker import Worker as TransferWorker
 
+    check_network(config)
     clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
     drafter = load_drafter(model, config.model, config.engine, clock=clock, report=print) if role.decodes else None
     engine = Engine(model, config.engine, clock=clock, drafter=drafter)
@@ -178,7 +181,13 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     parts.push_async_callback(membership.close)
     server = start_metrics_server(metrics.registry, config.store.store_host)
     parts.callback(server.close)
-    table = StoreNodeTable(host=host, membership=membership, clock=clock, report_fault=metrics.count_fault)
+    table = StoreNodeTable(
+        host=host,
+        membership=membership,
+        clock=clock,
+        report_fault=metrics.count_fault,
+        tls=tls_of_parts(config.network),
+    )
     worker = TransferWorker(
         worker_id=worker_id,
         role=role,
@@ -271,8 +280,12 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     from headrace.telemetry.metrics import Metrics, start_metrics_server
     from headrace.telemetry.mirror_collector import MirrorCollector
     from headrace.transfer.channels import Channels
+    from headrace.transfer.check_network import check_network
+    from headrace.transfer.tls_files import tls_of_parts
 
-    clock, metrics, parts, channels = SystemClock(), Metrics(), AsyncExitStack(), Channels()
+    check_network(config)
+    tls = tls_of_parts(config.network)
+    clock, metrics, parts, channels = SystemClock(), Metrics(), AsyncExitStack(), Channels(tls)
     index = RedisIndex(config.index.redis_url, clock=clock)
     metered_index = MeteredBlockIndex(index, metrics=metrics, clock=clock)
     mirror = IndexMirror(metered_index, config.index.redis_url, clock=clock)
@@ -289,6 +302,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
         host_id=host_id(config.store.arena_dir),
         metrics_port=server.port,
         clock=clock,
+        tls=tls,
     )
     parts.push_async_callback(peers.stop)
     observer = RouteMetrics(metrics)
@@ -346,7 +360,10 @@ def build_store_node(config: Config) -> StoreNode:
     from headrace.store.service import StoreNodeService
     from headrace.telemetry.metered_ports import MeteredBlockIndex
     from headrace.telemetry.metrics import Metrics
+    from headrace.transfer.check_network import check_network
+    from headrace.transfer.tls_files import tls_of_parts
 
+    check_network(config)
     clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
     index = RedisIndex(config.index.redis_url, clock=clock)
     membership = RedisMembership(config.index.redis_url, clock=clock)
@@ -358,5 +375,6 @@ def build_store_node(config: Config) -> StoreNode:
         membership=membership,
         clock=clock,
         metrics=metrics,
+        tls=tls_of_parts(config.network),
     )
     return StoreNode(service=service, parts=parts)

@@ -104,10 +104,29 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """Who may listen to what, and how (docs/tls.md)."""
+
+    tls_cert_file: str = setting(
+        "", "Certificate (PEM) that every process shows; it names the hosts. Read again when it changes (docs/tls.md)."
+    )
+    tls_key_file: str = setting("", "Private key (PEM) of that certificate.")
+    tls_ca_file: str = setting(
+        "", "Authorities (PEM) that our own processes accept each other's certificates of; a client's, the gateway's."
+    )
+    tls_client_ca_file: str = setting(
+        "", "Authorities (PEM) of which callers of the APIs must show a certificate, beside their key. Empty: none."
+    )
+    insecure_network: bool = setting(
+        False, "Allow listening beyond loopback without TLS between the parts, or without keys (tenants_file)."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """The front door and its routing."""
 
-    http_host: str = setting("127.0.0.1", "Address of the OpenAI-compatible HTTP API.")
+    http_host: str = setting("127.0.0.1", "Address of the OpenAI-compatible HTTP API, and of the gRPC API.")
     http_port: int = setting(8000, "Port of the HTTP API. 0: any free one.")
     grpc_port: int = setting(9000, "Port of the gRPC API. 0: any free one.")
     local_prefill_tokens: int = setting(
@@ -145,6 +164,7 @@ class Config:
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()
     index: IndexSettings = IndexSettings()
+    network: NetworkSettings = NetworkSettings()
     gateway: GatewaySettings = GatewaySettings()
     cluster: ClusterSettings = ClusterSettings()
 

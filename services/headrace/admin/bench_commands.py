@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from headrace.admin.connection import API_KEY_META, address_option
+from headrace.admin.connection import API_KEY_META, TLS_META, address_option
 from headrace.admin.selection import Duration
 from headrace.admin.setting_flags import setting_options
 from headrace.admin.system_commands import load_function
@@ -202,6 +202,7 @@ def serve(
             chat=chat,
             model=model,
             api_key=context.meta.get(API_KEY_META, ""),
+            tls=context.meta.get(TLS_META, {}),
             cache=cache_use(reads=not bypass, publishes=not bypass),
         ),
         workload(

@@ -9,6 +9,7 @@ from headrace.admin.bench_simulator_command import simulator
 from headrace.admin.bench_speculation_command import speculation
 from headrace.admin.cache_commands import cache
 from headrace.admin.cache_details import show_block, why_miss
+from headrace.admin.certs_commands import certs
 from headrace.admin.chat import chat
 from headrace.admin.completion_command import completion
 from headrace.admin.config_commands import config
@@ -70,6 +71,7 @@ for command in (
     bench,
     store_node,
     config,
+    certs,
     tenants,
     nodes,
     doctor,

@@ -1,7 +1,9 @@
-"""Which gateway a command talks to: `--address`, HEADRACE_ADDRESS, the local system's own, or the default port; and
-who it says it is: `--api-key` or HEADRACE_API_KEY, which nothing here prints."""
+"""Which gateway a command talks to: `--address`, HEADRACE_ADDRESS, the local system's own, or the default port; who it
+says it is: `--api-key` or HEADRACE_API_KEY, which nothing here prints; and the files of TLS, under their settings'
+names: `--tls-ca-file`, HEADRACE_TLS_CA_FILE, or what the local system says of itself."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,27 @@ from headrace.config import load_config
 ADDRESS_VARIABLE = "HEADRACE_ADDRESS"
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
 API_KEY_META = "headrace.api_key"
+TLS_META = "headrace.tls"
+TLS_SETTINGS = {
+    "tls_ca_file": "Authorities (PEM) of which the gateway's certificate must be; this makes it TLS.",
+    "tls_cert_file": "Certificate (PEM) to show to a gateway that asks for one.",
+    "tls_key_file": "Private key (PEM) of that certificate.",
+}
 
 
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--address`, which the command gets resolved, and `--api-key`, which `connect` finds by itself."""
+    """Add `--address`, which the command gets resolved, and `--api-key` and the files of TLS, which `connect` finds by
+    itself."""
+    for name, text in reversed(TLS_SETTINGS.items()):
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            name,
+            envvar=f"HEADRACE_{name.upper()}",
+            expose_value=False,
+            callback=_remember_tls,
+            metavar="FILE",
+            help=text,
+        )(command)
     command = click.option(
         "--api-key",
         envvar=API_KEY_VARIABLE,
@@ -29,7 +48,7 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--address",
         envvar=ADDRESS_VARIABLE,
-        callback=lambda _ctx, _param, value: value or default_address(),
+        callback=_resolve_address,
         metavar="HOST:PORT",
         help="gRPC address of the gateway. Default: the local system's, else the grpc_port setting on 127.0.0.1.",
     )(command)
@@ -39,10 +58,21 @@ def _remember_api_key(ctx: click.Context, _: click.Parameter, value: str | None)
     ctx.meta[API_KEY_META] = (value or "").strip()
 
 
-def default_address() -> str:
-    """The address in the running local system's state file, or the configured port."""
+def _remember_tls(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value:
+        ctx.meta.setdefault(TLS_META, {})[parameter.name] = value
+
+
+def _resolve_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
+    """The address that was named, else the local system's, which also says which files its TLS goes by."""
+    if value:
+        return value
     config = load_config()
-    return _address_in(state_directory(config.cluster.state_dir)) or f"127.0.0.1:{config.gateway.grpc_port}"
+    state = _ready_state(state_directory(config.cluster.state_dir))
+    for name in TLS_SETTINGS:
+        if state.get(name):
+            ctx.meta.setdefault(TLS_META, {}).setdefault(name, str(state[name]))
+    return str(state.get("grpc_target") or "") or f"127.0.0.1:{config.gateway.grpc_port}"
 
 
 def state_directory(setting: str) -> Path:
@@ -50,15 +80,18 @@ def state_directory(setting: str) -> Path:
     return Path(setting).expanduser() if setting else Path.home() / ".local" / "state" / "headrace"
 
 
-def _address_in(directory: Path) -> str:
-    """ "" when no system runs from there, or its file is half written: then there is nothing to talk to yet."""
+def _ready_state(directory: Path) -> dict[str, Any]:
+    """Empty when no system runs from there, or its file is half written: then there is nothing to talk to yet."""
     try:
         state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ""
-    return str(state.get("grpc_target") or "") if isinstance(state, dict) and state.get("ready") else ""
+        return {}
+    return state if isinstance(state, dict) and state.get("ready") else {}
 
 
 def connect(address: str) -> HeadraceClient:
-    """A client of that gateway, with the command's API key; use it as a context manager."""
-    return HeadraceClient(address, api_key=click.get_current_context().meta.get(API_KEY_META, ""))
+    """A client of that gateway, with the command's API key and TLS; use it as a context manager."""
+    # gRPC's own lines about a handshake that failed would only be in the way of the error that says it better.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    meta = click.get_current_context().meta
+    return HeadraceClient(address, api_key=meta.get(API_KEY_META, ""), **meta.get(TLS_META, {}))

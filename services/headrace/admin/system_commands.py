@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from headrace.admin.connection import address_option, connect, state_directory
+from headrace.admin.connection import TLS_SETTINGS, address_option, connect, state_directory
 from headrace.admin.setting_flags import ALL_PIECES, setting_options
 from headrace.admin.terminal import (
     EXIT_BAD_SETTING,
@@ -92,15 +92,18 @@ def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None
         return
     click.echo(f"HTTP (OpenAI-compatible): {state.http_url}/v1")
     click.echo(f"gRPC:                     {state.grpc_target}")
-    _print_next_steps(flags, state.grpc_target)
+    _print_next_steps(flags, state)
 
 
-def _print_next_steps(flags: dict[str, Any], grpc_target: str) -> None:
+def _print_next_steps(flags: dict[str, Any], state: Any) -> None:
     """Commands that reach this very system when they are pasted: with the path of this program where the shell would
     not find it, and by address where another state directory than the usual one was named."""
     program = "headrace" if shutil.which("headrace") else sys.argv[0]
     state_dir = flags.get("state_dir")
-    address, ending = (f" --address {grpc_target}", f" --state-dir {state_dir}") if state_dir else ("", "")
+    address, ending = (f" --address {state.grpc_target}", f" --state-dir {state_dir}") if state_dir else ("", "")
+    for name in TLS_SETTINGS if state_dir else ():
+        path = getattr(state, name)
+        address += f" --{name.replace('_', '-')} {path}" if path else ""
     click.echo(f"  chat with it:         {program} chat{address}")
     click.echo(f"  look into the cache:  {program} cache ls{address}")
     click.echo(f"  end it:               {program} down{ending}")
@@ -173,7 +176,7 @@ def _print_status(found: SystemStatus) -> None:
 
 
 @click.command("store-node")
-@setting_options("store", "index")
+@setting_options("store", "index", "network")
 @click.option("--remove-arena-on-exit", is_flag=True, help="Delete the arena's file when the node ends.")
 def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_on_exit: bool) -> None:
     """Run one store node in the foreground, until interrupted. Needs --redis-url.
@@ -293,6 +296,6 @@ def demo(*, flags: dict[str, Any], config_file: str | None, output: str, as_json
         print_table(columns, rows, title=title)
         for line in found.closing():
             click.echo(line)
-        _print_next_steps(flags, found.state.grpc_target)
+        _print_next_steps(flags, found.state)
     if not found.equal:
         raise SystemExit(EXIT_CHECK_FAILED)

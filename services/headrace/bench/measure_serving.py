@@ -6,9 +6,9 @@ Owns what a workload is called and how it is made to fit the model. Starts and s
 import asyncio
 import math
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.bench.generate_load import LoadBounds, Report, generate_load
@@ -73,6 +73,7 @@ class ServingEndpoint:
     chat: bool = False  # over HTTP: chat completions instead of completions
     model: str = ""  # "": the only one
     api_key: str = ""
+    tls: Mapping[str, str] = field(default_factory=dict)  # `tls_ca_file` and the others, as a client takes them
     cache: CacheUse = ANY_USE
 
     @property
@@ -162,7 +163,7 @@ async def opened(endpoint: ServingEndpoint) -> AsyncIterator[tuple[LoadTarget, S
             model,
         )
         return
-    async with AsyncHeadraceClient(endpoint.grpc_address, api_key=endpoint.api_key) as client:
+    async with AsyncHeadraceClient(endpoint.grpc_address, api_key=endpoint.api_key, **endpoint.tls) as client:
         async with deadline.scope("list the models"):
             model = await GrpcTarget.find_model(client, endpoint.model)
         yield GrpcTarget(client, model.id, cache=endpoint.cache), model

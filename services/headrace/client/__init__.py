@@ -22,7 +22,7 @@ from headrace.client.admin_values import (
 )
 from headrace.client.async_client import AsyncGenerateStream, AsyncHeadraceClient
 from headrace.client.client import GenerateStream, HeadraceClient
-from headrace.client.errors import GatewayUnreachable
+from headrace.client.errors import GatewayUnreachable, TlsFailed
 from headrace.client.placement_values import RouteExplanation, RouteOutcome, RoutePlan
 from headrace.client.values import (
     COLD,
@@ -82,6 +82,7 @@ __all__ = [
     "TenantHit",
     "TenantListing",
     "TenantUsage",
+    "TlsFailed",
     "TokenDelta",
     "Usage",
     "WorkerStatus",

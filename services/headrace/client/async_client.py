@@ -26,7 +26,7 @@ from headrace.client.admin_values import (
 from headrace.client.errors import error_from_rpc
 from headrace.client.placement_messages import route_explanation_from_message
 from headrace.client.placement_values import RouteExplanation
-from headrace.client.prepare_call import CHANNEL_OPTIONS, call_metadata, prepare_call
+from headrace.client.prepare_call import CHANNEL_OPTIONS, Target, call_metadata, prepare_call, tls_to_use
 from headrace.client.values import (
     ANY_CACHE,
     ANY_SAMPLING,
@@ -41,6 +41,7 @@ from headrace.client.values import (
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import ControlReport, EvictReport, HolderStat
 from headrace.core.limits import ADMIN_CLIENT_TIMEOUT_MS, DRAIN_CLIENT_TIMEOUT_MS
+from headrace.transfer.channels import open_channel
 from headrace.wire.v1 import admin_pb2, inference_pb2
 from headrace.wire.v1.admin_pb2_grpc import CacheAdminStub
 from headrace.wire.v1.inference_pb2_grpc import InferenceStub
@@ -49,9 +50,9 @@ from headrace.wire.v1.inference_pb2_grpc import InferenceStub
 class AsyncGenerateStream:
     """As GenerateStream, for asyncio. Cancelling the task that iterates cancels the request."""
 
-    def __init__(self, call: Any, *, address: str, started_s: float) -> None:
+    def __init__(self, call: Any, *, target: Target, started_s: float) -> None:
         self._call = call
-        self._address = address
+        self._target = target
         self._collector = ResultCollector(started_s=started_s)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -63,7 +64,7 @@ class AsyncGenerateStream:
                     self._collector.add(event, now_s=time.monotonic())
                     yield event
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self._address) from error
+            raise error_from_rpc(error, target=self._target) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -95,17 +96,26 @@ class AsyncGenerateStream:
 class AsyncHeadraceClient:
     """As HeadraceClient, for asyncio. Belongs to the event loop that it was made in."""
 
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str = "") -> None:
-        """address: `host:port`. credentials: TLS; None for plain text. api_key: who calls, where the deployment has
-        tenants; goes with every call. Connects on first use. Raises InvalidRequest for what cannot be a key."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls_ca_file: str = "",
+        tls_cert_file: str = "",
+        tls_key_file: str = "",
+    ) -> None:
+        """address: `host:port`. api_key: who calls, where the deployment has tenants; goes with every call.
+
+        tls_ca_file: authorities (PEM) of which the gateway's certificate must be. tls_cert_file, tls_key_file:
+        what this side shows where the gateway wants a certificate. Plain text without any; the files are read again as
+        they change. Connects on first use. Raises InvalidRequest for what cannot be a key, ConfigInvalid for a file
+        that cannot be used."""
         self.address = address
         self._metadata = call_metadata(api_key)
+        self._target, tls = tls_to_use(address, ca_file=tls_ca_file, cert_file=tls_cert_file, key_file=tls_key_file)
         with messages.refusing_unencodable():
-            self._channel = (
-                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-                if credentials is None
-                else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-            )
+            self._channel = open_channel(address, tls=tls, options=CHANNEL_OPTIONS)
         self._inference = InferenceStub(self._channel)
         self._admin = CacheAdminStub(self._channel)
 
@@ -132,7 +142,7 @@ class AsyncHeadraceClient:
         )
         started_s = time.monotonic()
         events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
-        return AsyncGenerateStream(events, address=self.address, started_s=started_s)
+        return AsyncGenerateStream(events, target=self._target, started_s=started_s)
 
     async def generate(
         self,
@@ -258,7 +268,7 @@ class AsyncHeadraceClient:
             async for message in call:
                 yield admin_messages.drain_progress_from_message(message)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
+            raise error_from_rpc(error, target=self._target) from error
         finally:
             call.cancel()
 
@@ -266,7 +276,7 @@ class AsyncHeadraceClient:
         try:
             return await method(request, timeout=ADMIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
+            raise error_from_rpc(error, target=self._target) from error
 
     async def close(self) -> None:
         """Cancel every call under way and close the connection. Idempotent."""

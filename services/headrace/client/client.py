@@ -36,7 +36,7 @@ from headrace.client.admin_values import (
 from headrace.client.errors import error_from_rpc
 from headrace.client.placement_messages import route_explanation_from_message
 from headrace.client.placement_values import RouteExplanation
-from headrace.client.prepare_call import CHANNEL_OPTIONS, call_metadata, prepare_call
+from headrace.client.prepare_call import CHANNEL_OPTIONS, Target, call_metadata, prepare_call, tls_to_use
 from headrace.client.values import (
     ANY_CACHE,
     ANY_SAMPLING,
@@ -50,6 +50,7 @@ from headrace.client.values import (
 )
 from headrace.core.generation import ControlReport, EvictReport, HolderStat
 from headrace.core.limits import ADMIN_CLIENT_TIMEOUT_MS, DRAIN_CLIENT_TIMEOUT_MS
+from headrace.transfer.channels import open_blocking_channel
 from headrace.wire.v1 import admin_pb2, inference_pb2
 from headrace.wire.v1.admin_pb2_grpc import CacheAdminStub
 from headrace.wire.v1.inference_pb2_grpc import InferenceStub
@@ -60,9 +61,9 @@ Value = TypeVar("Value")
 class GenerateStream:
     """Events of one request as they arrive; a context manager. Closing it (or leaving it early) cancels the request."""
 
-    def __init__(self, call: Any, *, address: str, started_s: float) -> None:
+    def __init__(self, call: Any, *, target: Target, started_s: float) -> None:
         self._call = call
-        self._address = address
+        self._target = target
         self._collector = ResultCollector(started_s=started_s)
 
     def __iter__(self) -> Iterator[Event]:
@@ -74,7 +75,7 @@ class GenerateStream:
                     self._collector.add(event, now_s=time.monotonic())
                     yield event
         except grpc.RpcError as error:
-            raise error_from_rpc(error, address=self._address) from error
+            raise error_from_rpc(error, target=self._target) from error
         finally:
             self.close()
 
@@ -100,17 +101,26 @@ class GenerateStream:
 class HeadraceClient:
     """Blocking client of one gateway. Safe to use from several threads. Close it, or use it as a context manager."""
 
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None, api_key: str = "") -> None:
-        """address: `host:port`. credentials: TLS; None for plain text. api_key: who calls, where the deployment has
-        tenants; goes with every call. Connects on first use. Raises InvalidRequest for what cannot be a key."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls_ca_file: str = "",
+        tls_cert_file: str = "",
+        tls_key_file: str = "",
+    ) -> None:
+        """address: `host:port`. api_key: who calls, where the deployment has tenants; goes with every call.
+
+        tls_ca_file: authorities (PEM) of which the gateway's certificate must be. tls_cert_file, tls_key_file:
+        what this side shows where the gateway wants a certificate. Plain text without any; the files are read again as
+        they change. Connects on first use. Raises InvalidRequest for what cannot be a key, ConfigInvalid for a file
+        that cannot be used."""
         self.address = address
         self._metadata = call_metadata(api_key)
+        self._target, tls = tls_to_use(address, ca_file=tls_ca_file, cert_file=tls_cert_file, key_file=tls_key_file)
         with messages.refusing_unencodable():
-            self._channel = (
-                grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-                if credentials is None
-                else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-            )
+            self._channel = open_blocking_channel(address, tls=tls, options=CHANNEL_OPTIONS)
         self._inference = InferenceStub(self._channel)
         self._admin = CacheAdminStub(self._channel)
 
@@ -139,7 +149,7 @@ class HeadraceClient:
         )
         started_s = time.monotonic()
         events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
-        return GenerateStream(events, address=self.address, started_s=started_s)
+        return GenerateStream(events, target=self._target, started_s=started_s)
 
     def generate(
         self,
@@ -261,7 +271,7 @@ class HeadraceClient:
             for message in call:
                 yield admin_messages.drain_progress_from_message(message)
         except grpc.RpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
+            raise error_from_rpc(error, target=self._target) from error
         finally:
             call.cancel()
 
@@ -269,7 +279,7 @@ class HeadraceClient:
         try:
             return method(request, timeout=ADMIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_from_rpc(error, address=self.address) from error
+            raise error_from_rpc(error, target=self._target) from error
 
     def close(self) -> None:
         """Cancel every call under way and close the connection. Idempotent."""

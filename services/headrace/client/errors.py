@@ -5,8 +5,10 @@ What a code means is `wire/status.py`'s business; here is only what that table c
 
 import grpc
 
+from headrace.client.prepare_call import Target
 from headrace.core.errors import HeadraceError, RequestTooLarge
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
+from headrace.transfer.explain_handshake import explain_handshake
 from headrace.wire.status import ERROR_KEY, error_of
 
 # Codes that a transport, or a server that is not ours, uses for "there is no such service here".
@@ -22,17 +24,38 @@ class GatewayUnreachable(HeadraceError):
         self.why = why
 
 
-def error_from_rpc(error: grpc.RpcError, *, address: str) -> HeadraceError:
+class TlsFailed(GatewayUnreachable):
+    """Something answers at the address, and TLS with it did not come about."""
+
+    def __init__(self, address: str, why: str) -> None:
+        HeadraceError.__init__(self, f"no TLS with the gateway at {address}: {why}")
+        self.address = address
+        self.why = why
+
+
+def error_from_rpc(error: grpc.RpcError, *, target: Target) -> HeadraceError:
     """The typed error that a failed call stands for."""
     code, details = error.code(), error.details() or ""
     metadata = tuple(error.trailing_metadata() or ())
     told_by_a_gateway = any(key == ERROR_KEY for key, _ in metadata)
     if code in UNANSWERED and not told_by_a_gateway:
-        return GatewayUnreachable(address, _cause(details) or code.name.lower())
+        return _unreachable(target, details, _cause(details) or code.name.lower())
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not told_by_a_gateway and "larger than max" in details:
         # gRPC uses one code for a full queue and a message over its size; waiting does not help the second.
         return RequestTooLarge(GRPC_MESSAGE_BYTES_MAX)
     return error_of(code, details, metadata)
+
+
+def _unreachable(target: Target, details: str, cause: str) -> GatewayUnreachable:
+    files = target.tls_files
+    why = explain_handshake(
+        details,
+        tls=files is not None,
+        address=target.address.rpartition(":")[0],
+        ca=(files.ca_file if files is not None else "") or "the authorities that grpcio brings (tls_ca_file)",
+        cert=files.cert_file if files is not None else "",
+    )
+    return TlsFailed(target.address, why) if why else GatewayUnreachable(target.address, cause)
 
 
 def _cause(details: str) -> str:

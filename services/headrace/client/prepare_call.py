@@ -7,6 +7,7 @@ from headrace.client.values import CacheOptions, Prompt, Sampling
 from headrace.core.errors import InvalidRequest
 from headrace.core.limits import CLIENT_DEADLINE_GRACE_MS, GRPC_MESSAGE_BYTES_MAX, REQUEST_TIMEOUT_MS_DEFAULT
 from headrace.core.tenants import is_usable_key
+from headrace.transfer.tls_files import Tls, TlsFiles, tls_of_client
 from headrace.wire.v1 import inference_pb2
 
 CHANNEL_OPTIONS = (
@@ -15,6 +16,14 @@ CHANNEL_OPTIONS = (
     # A client that outlives a restart of the gateway must find it again within seconds, not after minutes of back-off.
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Who is called, and the files of TLS by which; for the words of errors."""
+
+    address: str
+    tls_files: TlsFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,12 @@ def prepare_call(
         priority=priority,
     )
     return PreparedCall(request=request, timeout_s=(timeout_ms + CLIENT_DEADLINE_GRACE_MS) / 1e3)
+
+
+def tls_to_use(address: str, *, ca_file: str, cert_file: str, key_file: str) -> tuple[Target, Tls | None]:
+    """Whom these arguments of a client mean, and what it speaks. Raises ConfigInvalid naming a file that is wrong."""
+    tls = tls_of_client(ca_file=ca_file, cert_file=cert_file, key_file=key_file)
+    return Target(address=address, tls_files=None if tls is None else tls.files), tls
 
 
 def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:

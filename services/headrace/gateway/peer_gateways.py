@@ -18,7 +18,8 @@ from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS, MEMBER_TTL_MS
 from headrace.core.members import GatewayRecord
 from headrace.core.ports import Membership
 from headrace.gateway.authenticate import AUTHORIZATION
-from headrace.transfer.channels import Channels, build_server
+from headrace.transfer.channels import Channels, bind_server, build_server
+from headrace.transfer.tls_files import Tls
 from headrace.wire.status import error_of_call
 from headrace.wire.v1 import admin_pb2_grpc
 
@@ -37,9 +38,11 @@ class PeerGateways:
         host_id: str,
         clock: Clock,
         metrics_port: int = 0,
+        tls: Tls | None = None,
     ) -> None:
         """host: the address to serve on, where others reach it. host_id: as in a worker's record."""
         self._metrics_port = metrics_port
+        self._tls = tls
         self._membership = membership
         self._gateway_id = gateway_id
         self._host = host
@@ -54,7 +57,7 @@ class PeerGateways:
         self._server = build_server()
         register: Any = admin_pb2_grpc.add_GatewayPeerServicer_to_server  # generated code is untyped
         register(remembering, self._server)
-        port = self._server.add_insecure_port(f"{self._host}:0")
+        port = bind_server(self._server, f"{self._host}:0", tls=self._tls)
         await self._server.start()
         self._record = GatewayRecord(
             gateway_id=self._gateway_id,
@@ -94,7 +97,7 @@ class PeerGateways:
         others = [each for each in self._seen if each.gateway_id != self._gateway_id]
         silent = []
         metadata = ((AUTHORIZATION, authorization),) if authorization else ()
-        channels = Channels()  # of this question: gateways come and go, and questions are rare
+        channels = Channels(self._tls)  # of this question: gateways come and go, and questions are rare
         asking = [
             asyncio.create_task(_ask_one(each, rpc, request, metadata=metadata, channels=channels)) for each in others
         ]

@@ -12,12 +12,17 @@ from headrace.gateway.admin_grpc import CacheAdminRpc
 from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
 from headrace.gateway.refuse_call import refuse_call
 from headrace.gateway.service import GatewayService
-from headrace.transfer.channels import build_server
+from headrace.transfer.channels import bind_server, build_server
+from headrace.transfer.tls_files import Tls
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
 async def serve_grpc(
-    service: GatewayService, *, address: str, channel_to: Callable[[str], grpc.aio.Channel]
+    service: GatewayService,
+    *,
+    address: str,
+    channel_to: Callable[[str], grpc.aio.Channel],
+    tls: Tls | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server for Inference, CacheAdmin, health and reflection; returns it and its port. The caller stops it."""
     server = build_server(rpcs_max=2 * GATEWAY_INFLIGHT_MAX)  # beyond admission, so that callers are told to wait
@@ -32,7 +37,7 @@ async def serve_grpc(
     for register, servicer in registrations:
         register(servicer, server)
     _enable_reflection(server)
-    port = server.add_insecure_port(address)
+    port = bind_server(server, address, tls=tls)
     await server.start()
     return server, port
 

@@ -21,6 +21,7 @@ from headrace.store.drain_peer import DrainPeer
 from headrace.store.store_node import StoreNode
 from headrace.transfer.channels import Channels
 from headrace.transfer.fetch_blocks import GrpcStore
+from headrace.transfer.tls_files import Tls
 from headrace.wire.v1 import admin_pb2 as pb
 from headrace.wire.v1 import admin_pb2_grpc
 
@@ -45,12 +46,14 @@ class NodeDrain:
         clock: Clock,
         announce: Callable[[], Awaitable[object]],
         read_disk: ReadDisk | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """announce: puts the node's record now, which says whether it drains; may raise IndexUnavailable."""
         self._node = node
         self._clock = clock
         self._announce = announce
         self._read_disk = read_disk
+        self._tls = tls
         self._state = DrainState.SERVING
         self._running = False
 
@@ -73,7 +76,7 @@ class NodeDrain:
             if order.without_moving:
                 yield pb.DrainNodeProgress(done=True, state=self._state)
                 return
-            channels = Channels()
+            channels = Channels(self._tls)
             try:
                 async with aclosing(self._move(self._peers(order, channels))) as steps:
                     async for progress in steps:

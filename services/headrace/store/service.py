@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from headrace.blocks.disk_tier import DiskTier, disk_path, open_disk, remove_disk
 from headrace.blocks.host_arena import HostArena, arena_path, host_id, open_arena
-from headrace.config import StoreSettings, load_config, settings_table
+from headrace.config import Config, StoreSettings, load_config, settings_table
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable, InvalidRequest, StoreUnavailable
 from headrace.core.eviction import PolicyName
@@ -45,8 +45,10 @@ from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
 from headrace.telemetry.collectors import StoreCollector
 from headrace.telemetry.metrics import EvictionReason, Metrics, MetricsServer, start_metrics_server
-from headrace.transfer.channels import build_server
+from headrace.transfer.channels import bind_server, build_server
+from headrace.transfer.check_network import check_network
 from headrace.transfer.serve_blocks import serve_blocks
+from headrace.transfer.tls_files import Tls, tls_of_parts
 from headrace.wire.v1 import admin_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -66,14 +68,17 @@ class StoreNodeService:
         metrics: Metrics | None = None,
         lease_ttl_ms: int | None = None,
         reservation_ttl_ms: int | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        """metrics: serves them on a port of its own when given. The times to live default to the limits."""
+        """metrics: serves them on a port of its own when given. The times to live default to the limits. tls: what this
+        node shows and whom it lets in; None for plain text."""
         self._settings = settings
         self._node_id = settings.node_id or socket.gethostname()
         self._index = index
         self._membership = membership
         self._clock = clock
         self._metrics = metrics
+        self._tls = tls
         self._ttls = {
             name: value
             for name, value in (("lease_ttl_ms", lease_ttl_ms), ("reservation_ttl_ms", reservation_ttl_ms))
@@ -164,6 +169,7 @@ class StoreNodeService:
                     clock=self._clock,
                     announce=self._announce,
                     read_disk=read_disk,
+                    tls=self._tls,
                 ),
                 save_budgets=budgets.write,
                 read_disk=read_disk,
@@ -294,7 +300,7 @@ class StoreNodeService:
     def _bind(self) -> str:
         wanted = f"{self._settings.store_host}:{self._settings.store_port}"
         try:
-            port = self._server.add_insecure_port(wanted)
+            port = bind_server(self._server, wanted, tls=self._tls)
         except RuntimeError as error:
             raise ConfigInvalid("store_port", f"cannot listen on {wanted}") from error
         return f"{self._settings.store_host}:{port}"
@@ -348,7 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m headrace.store.service", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", type=Path, default=None, help="YAML file of settings.")
     parser.add_argument("--remove-arena-on-exit", action="store_true", help="Delete the arena's file on SIGTERM.")
-    names = [name for name, (piece, _) in settings_table().items() if piece in ("store", "index")]
+    names = [name for name, (piece, _) in settings_table().items() if piece in ("store", "index", "network")]
     for name in names:
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=settings_table()[name][1].metadata["help"])
     parsed = parser.parse_args(arguments)
@@ -357,24 +363,32 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config({name: getattr(parsed, name) for name in names}, config_file=parsed.config)
         if not config.index.redis_url:
             raise ConfigInvalid("redis_url", "a store node on its own needs a Redis to register with")
-        asyncio.run(_run(config.store, config.index.redis_url, remove_arena_on_exit=parsed.remove_arena_on_exit))
+        check_network(config)
+        asyncio.run(_run(config, remove_arena_on_exit=parsed.remove_arena_on_exit))
     except HeadraceError as error:
         _log.error("%s", error)
         return 2
     return 0
 
 
-async def _run(settings: StoreSettings, redis_url: str, *, remove_arena_on_exit: bool) -> None:
+async def _run(config: Config, *, remove_arena_on_exit: bool) -> None:
     # Here and not at the top: a node inside another process is given its index, and then needs no Redis client.
     from headrace.index.redis_index import RedisIndex
     from headrace.index.redis_membership import RedisMembership
 
-    clock = SystemClock()
+    clock, redis_url = SystemClock(), config.index.redis_url
     index, membership = RedisIndex(redis_url, clock=clock), RedisMembership(redis_url, clock=clock)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    service = StoreNodeService(settings, index=index, membership=membership, clock=clock, metrics=Metrics())
+    service = StoreNodeService(
+        config.store,
+        index=index,
+        membership=membership,
+        clock=clock,
+        metrics=Metrics(),
+        tls=tls_of_parts(config.network),
+    )
     try:
         await serve_store_node(service, stop=stop, remove_arena_on_exit=remove_arena_on_exit)
     finally:

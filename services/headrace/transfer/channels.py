@@ -1,16 +1,24 @@
-"""gRPC channels and servers between our own processes: one set of options for both ends.
+"""gRPC channels and servers of Headrace: one set of options for both ends, and TLS where it is set. There is no other
+way to open one.
 
 Owns message size, keepalive and reconnect settings. Both ends get the same sizes and compatible pings: a server that
 allows fewer pings than its clients send drops them ("too many pings"), and a limit set on one side only fails on the
 other. Knows nothing of what is sent.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import grpc
 import grpc.aio
 
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX, STORE_RPCS_MAX
 from headrace.transfer.message_memory import keep_message_memory
+from headrace.transfer.renewed_channel import RenewedBlockingChannel, RenewedChannel
+from headrace.transfer.tls_files import Tls, TlsMaterial
 from headrace.wire.refuse_undecodable import UndecodableRefused
+
+Options = Sequence[tuple[str, Any]]
 
 _KEEPALIVE_MS = 20_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
@@ -44,15 +52,17 @@ _SERVER_OPTIONS = (
 class Channels:
     """One channel per address, made on first use, all closed together. For one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        """tls: what this process shows and trusts; None for plain text."""
         keep_message_memory()
+        self._tls = tls
         self._address_to_channel: dict[str, grpc.aio.Channel] = {}
 
     def to(self, address: str) -> grpc.aio.Channel:
         """The channel to an address; connects lazily and reconnects by itself."""
         channel = self._address_to_channel.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            channel = open_channel(address, tls=self._tls, options=_CHANNEL_OPTIONS)
             self._address_to_channel[address] = channel
         return channel
 
@@ -70,6 +80,20 @@ class Channels:
             await channel.close()
 
 
+def open_channel(address: str, *, tls: Tls | None, options: Options) -> Any:
+    """A channel of grpc.aio, in plain text without `tls`."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return RenewedChannel(tls, lambda credentials: grpc.aio.secure_channel(address, credentials, options=options))
+
+
+def open_blocking_channel(address: str, *, tls: Tls | None, options: Options) -> Any:
+    """A channel for threads, in plain text without `tls`."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return RenewedBlockingChannel(tls, lambda credentials: grpc.secure_channel(address, credentials, options=options))
+
+
 def build_server(*, rpcs_max: int = STORE_RPCS_MAX) -> grpc.aio.Server:
     """A server with the options that match `Channels`; beyond `rpcs_max` calls at once it refuses, never queues.
     Request bytes that do not decode are INVALID_ARGUMENT, not an error of the server."""
@@ -77,3 +101,37 @@ def build_server(*, rpcs_max: int = STORE_RPCS_MAX) -> grpc.aio.Server:
     return grpc.aio.server(
         interceptors=(UndecodableRefused(),), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max
     )
+
+
+def bind_server(
+    server: grpc.aio.Server, address: str, *, tls: Tls | None, connected: Callable[[], None] | None = None
+) -> int:
+    """Have a server listen, in plain text without `tls`; its port. Raises RuntimeError when that cannot be.
+
+    With authorities among the files, a peer that shows no certificate of theirs is refused before its first byte is
+    read. connected: called, in a thread of gRPC's, at the beginning of each connection under TLS.
+    """
+    if tls is None:
+        return int(server.add_insecure_port(address))
+    return int(server.add_secure_port(address, _server_credentials(tls, connected)))
+
+
+def _server_credentials(tls: Tls, connected: Callable[[], None] | None) -> grpc.ServerCredentials:
+    material = tls.current()
+    used = [material]
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC asks at each new connection; None: as before."""
+        if connected is not None:
+            connected()
+        newest = tls.current()
+        if newest is used[0]:
+            return None
+        used[0] = newest
+        return _certificates(newest)
+
+    return grpc.dynamic_ssl_server_credentials(_certificates(material), changed, bool(material.ca))
+
+
+def _certificates(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca or None)

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from headrace.core.errors import BlockCorrupt, CacheFault, LeaseExpired, StoreUnavailable
+from headrace.transfer.explain_handshake import explain_handshake
 
 _CORRUPT = grpc.StatusCode.DATA_LOSS
 _GONE = grpc.StatusCode.NOT_FOUND
@@ -34,7 +35,9 @@ def fault_of(error: grpc.RpcError, *, node_id: str, lease_id: str = "", block_ha
         return BlockCorrupt(block_hash, error.details() or "refused by the store node")
     if code is _GONE:
         return LeaseExpired(lease_id)
-    return StoreUnavailable(node_id, f"{code.name}: {error.details()}"[:300])
+    details = error.details() or ""
+    why = explain_handshake(details, tls=None)
+    return StoreUnavailable(node_id, f"{code.name}: {why or details}"[:300])
 
 
 @contextmanager

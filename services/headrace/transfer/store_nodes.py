@@ -20,19 +20,26 @@ from headrace.core.retention import KEEP, Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.fetch_blocks import GrpcStore
 from headrace.transfer.shared_memory import SharedMemoryStore
+from headrace.transfer.tls_files import Tls
 
 
 class StoreNodeTable:
     """Implements StoreNodes. Follows Membership while started; while the index is away, what was known stays."""
 
     def __init__(
-        self, *, host: str, membership: Membership, clock: Clock, report_fault: Callable[[CacheFault], None]
+        self,
+        *,
+        host: str,
+        membership: Membership,
+        clock: Clock,
+        report_fault: Callable[[CacheFault], None],
+        tls: Tls | None = None,
     ) -> None:
         self._host = host
         self._membership = membership
         self._clock = clock
         self._report_fault = report_fault
-        self._channels = Channels()
+        self._channels = Channels(tls)
         self._node_id_to_node: dict[str, _Node] = {}
         self._refresher: asyncio.Task[None] | None = None
         self._settler: asyncio.Task[None] | None = None
