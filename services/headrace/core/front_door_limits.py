@@ -38,3 +38,6 @@ AUDIT_REFUSALS_MS = 1_000
 
 # Addresses named in one such line; more of them are one attack and are counted.
 AUDIT_PEERS_MAX = 16
+
+# How long calls may go on by a channel whose certificate was replaced: as long as the longest call of all.
+OLD_CHANNEL_GRACE_S = 3_600.0

@@ -432,9 +432,6 @@ DEVICE_ORDER_TOKENS_MAX = 1_000_000
 TTL_S_MAX = 366 * 86_400
 
 assert MEMBER_REFRESH_MS * 3 <= MEMBER_TTL_MS
-# How long calls may go on by a channel whose certificate was replaced: as long as the longest call of all.
-OLD_CHANNEL_GRACE_S = 3_600.0
-
 assert STORE_CALL_TIMEOUT_MS < RESERVATION_TTL_MS < LEASE_TTL_MS
 assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS
 assert WORKER_SUSPECT_MS >= MEMBER_TTL_MS

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace.core.limits import OLD_CHANNEL_GRACE_S
+from headrace.core.front_door_limits import OLD_CHANNEL_GRACE_S
 from headrace.transfer.tls_files import Tls, TlsMaterial
 
 
