@@ -45,6 +45,7 @@ from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
 from headrace.telemetry.collectors import StoreCollector
 from headrace.telemetry.metrics import EvictionReason, Metrics, MetricsServer, start_metrics_server
+from headrace.telemetry.refused_calls import reason_of
 from headrace.transfer.channels import bind_server, build_server
 from headrace.transfer.check_network import check_network
 from headrace.transfer.serve_blocks import serve_blocks
@@ -154,7 +155,9 @@ class StoreNodeService:
             self._address = self._bind()
             if self._disk is not None:
                 self._mover = DiskMover(self._node, self._disk, self._clock)
-            serve_blocks(self._server, self._node, promote=self._mover.promote if self._mover else None)
+            serve_blocks(
+                self._server, self._node, promote=self._mover.promote if self._mover else None, tell=self._count_refused
+            )
             settle = self._mover.settle if self._mover else None
             read_disk = self._mover.read if self._mover else nothing_on_disk
             admin = CacheAdminOfNode(
@@ -313,6 +316,11 @@ class StoreNodeService:
         if self._disk is not None:
             self._disk_metrics = DiskMetrics(self.node.disk.counters, self._metrics)
         self._metrics_server = start_metrics_server(self._metrics.registry, self._settings.store_host)
+
+    def _count_refused(self, error: Exception) -> None:
+        """A worker, or whoever takes itself for one, asked for what this node does not do."""
+        if self._metrics is not None:
+            self._metrics.refused_calls.labels(reason_of(error)).inc()
 
     def _count_evictions(self) -> None:
         if self._metrics is None:

@@ -1,30 +1,10 @@
 """What the gateway tells of its routing, as metrics: implements `gateway/router.py`'s RouteObserver."""
 
 from headrace.core.decision import PlanReason
-from headrace.core.errors import (
-    ContextExceeded,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    PermissionDenied,
-    RequestTooLarge,
-    Unauthenticated,
-    UnknownModel,
-)
+from headrace.core.errors import HeadraceError
 from headrace.core.generation import Usage
 from headrace.telemetry.metrics import RECOVERY_KINDS, REFUSAL_REASONS, REQUEST_OUTCOMES, Metrics
-
-# Narrower classes before wider ones: the first that fits counts.
-ERROR_TO_REASON: dict[type[Exception], str] = {
-    Unauthenticated: "unauthenticated",
-    PermissionDenied: "permission_denied",
-    RequestTooLarge: "too_large",
-    UnknownModel: "unknown_model",
-    ContextExceeded: "context_exceeded",
-    InvalidRequest: "invalid",
-    Overloaded: "no_room",
-    DeadlineExceeded: "deadline",
-}
+from headrace.telemetry.refused_calls import reason_of
 
 
 class RouteMetrics:
@@ -56,8 +36,8 @@ class RouteMetrics:
 
     def call_refused(self, error: Exception) -> None:
         """A call of any API ended with an error before anything was passed on."""
-        reasons = (reason for kind, reason in ERROR_TO_REASON.items() if isinstance(error, kind))
-        self._metrics.refused_calls.labels(next(reasons, "other")).inc()
+        # What is not an error of ours is a bug, whatever its class.
+        self._metrics.refused_calls.labels(reason_of(error) if isinstance(error, HeadraceError) else "other").inc()
 
     def first_token(self, seconds: float) -> None:
         """A request's first token was passed on this long after it was accepted."""

@@ -24,6 +24,7 @@ from headrace.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from headrace.telemetry.refused_calls import REFUSED_CALLS
 
 # First tokens take from a few milliseconds (warm) to minutes (a cold long prompt on CPU).
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -68,10 +69,6 @@ FAULT_KINDS: dict[type[CacheFault], str] = {
 RECOVERY_KINDS = ("index_unavailable", "prefill_failed", "new_attempt")
 REQUEST_OUTCOMES = ("finished", "failed", "cancelled", "refused", "invalid")
 REFUSAL_REASONS = ("requests_per_minute", "tokens_per_minute", "concurrent_max", "share", "full")
-REFUSED_CALLS = (
-    "unauthenticated", "permission_denied", "too_large", "unknown_model", "context_exceeded", "invalid", "no_room",
-    "deadline", "other",
-)  # fmt: skip
 INDEX_CALLS = ("longest_prefix", "register", "deregister", "sweep")
 
 
@@ -167,7 +164,7 @@ class Metrics:
         )
         self.refused_calls = Counter(
             "headrace_refused_calls",
-            "Calls of any API, admin calls too, that ended with an error before anything was passed on.",
+            "Calls of a gateway's APIs, or of a store node's, that ended with an error before anything was passed on.",
             ["reason"],
             registry=self.registry,
         )

@@ -41,6 +41,7 @@ _SERVICE = "headrace.v1.BlockStore"
 _HASH_BYTES = (16, 32)
 _T = TypeVar("_T")
 Promote = Callable[[NamespaceId, Chain, int], Awaitable[None]]
+Tell = Callable[[Exception], None]
 
 
 class BlockKeeper(Protocol):
@@ -70,12 +71,15 @@ class BlockKeeper(Protocol):
     def abort(self, reservation_id: str) -> None: ...
 
 
-def serve_blocks(server: grpc.aio.Server, keeper: BlockKeeper, *, promote: Promote | None = None) -> None:
+def serve_blocks(
+    server: grpc.aio.Server, keeper: BlockKeeper, *, promote: Promote | None = None, tell: Tell = lambda refused: None
+) -> None:
     """Register BlockStore on a server: generated handlers for control, identity serialisers for payloads.
 
     promote: awaited before each lease, to bring what a slower tier has of the chain within reach; bounds its own time.
+    tell: hears why a call is refused.
     """
-    service = _BlockStoreService(keeper, promote)
+    service = _BlockStoreService(keeper, promote, tell)
     pb_grpc.add_BlockStoreServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     raw_handlers = {
         "Fetch": grpc.unary_stream_rpc_method_handler(service.fetch_payloads),
@@ -94,10 +98,21 @@ def parse_chain(packed: bytes, hash_bytes: int) -> Chain:
 
 
 class _BlockStoreService(pb_grpc.BlockStoreServicer):
-    def __init__(self, keeper: BlockKeeper, promote: Promote | None) -> None:
+    def __init__(self, keeper: BlockKeeper, promote: Promote | None, tell: Tell) -> None:
         self._keeper = keeper
         self._promote = promote
+        self._tell = tell
         self._claims = NamedClaims()
+
+    async def _answer(self, context: grpc.aio.ServicerContext, step: Callable[[], _T]) -> _T:
+        """Run one step of the node; the faults that it may raise become statuses."""
+        try:
+            return step()
+        except (CacheFault, ValueError) as fault:
+            self._tell(fault)
+            aborted: Awaitable[Any] = context.abort(*status_of(fault))
+            await aborted
+            raise AssertionError("abort raises") from fault
 
     async def Lookup(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         def lookup() -> Any:
@@ -105,13 +120,13 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
             num_blocks = self._keeper.lookup(_namespace(request.namespace), chain)
             return pb.LookupReply(num_blocks=num_blocks, incarnation=self._keeper.incarnation)
 
-        return await _answer(context, lookup)
+        return await self._answer(context, lookup)
 
     async def Lease(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         def parse() -> tuple[NamespaceId, Chain]:
             return _namespace(request.namespace), parse_chain(request.chain, request.hash_bytes)
 
-        namespace, chain = await _answer(context, parse)
+        namespace, chain = await self._answer(context, parse)
         if self._promote is not None:
             await self._promote(namespace, chain, request.first_block)
         if request.wait_ms and request.first_block < len(chain):
@@ -130,7 +145,7 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
                 blocks=[pb.LeasedBlock(slot=block.slot, header=block.header_bytes) for block in run.blocks],
             )
 
-        return await _answer(context, lease)
+        return await self._answer(context, lease)
 
     async def _wait_for_block(self, namespace: NamespaceId, chain: Chain, wait_ms: int) -> None:
         """Until the chain's last block can be read, or not for so long. A caller that is gone waits no more."""
@@ -155,14 +170,14 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
                 incarnation=self._keeper.incarnation, outcomes=[_render_outcome(outcome) for outcome in outcomes]
             )
 
-        return await _answer(context, reserve)
+        return await self._answer(context, reserve)
 
     async def Commit(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         def commit() -> Any:
             self._keeper.commit(request.reservation_id, request.payload_xxh3)
             return pb.CommitReply()
 
-        return await _answer(context, commit)
+        return await self._answer(context, commit)
 
     async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         self._keeper.abort(request.reservation_id)
@@ -178,7 +193,7 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
                     self._keeper.abort(claim_id)
             return pb.EndClaimsReply()
 
-        return await _answer(context, end_claims)
+        return await self._answer(context, end_claims)
 
     async def fetch_payloads(self, request: bytes, context: grpc.aio.ServicerContext) -> None:
         """Stream the leased blocks' payloads, block after block, in the messages of `_messages_of`.
@@ -189,9 +204,11 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
             async with asyncio.timeout(LEASE_TTL_MS / 1_000):
                 for message in self._messages_of(_parse(pb.FetchRequest, request).lease_id):
                     await context.write(message)
-        except TimeoutError:
+        except TimeoutError as late:
+            self._tell(late)
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the reader is slower than any lease")
         except (CacheFault, ValueError) as fault:
+            self._tell(fault)
             await context.abort(*status_of(fault))
 
     def _messages_of(self, lease_id: str) -> Iterator[bytes]:
@@ -233,9 +250,11 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
                 await self._fill(reservation_id, requests)
                 self._keeper.commit(reservation_id, start.payload_xxh3)
             return bytes(pb.CommitReply().SerializeToString())
-        except TimeoutError:
+        except TimeoutError as late:
+            self._tell(late)
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the writer is slower than any reservation")
         except (CacheFault, ValueError) as fault:
+            self._tell(fault)
             await context.abort(*status_of(fault))
         finally:
             self._keeper.abort(reservation_id)  # no effect after a commit
@@ -251,16 +270,6 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
             filled += len(chunk)
         if filled != len(self._keeper.reserved_buffer(reservation_id)):
             raise BlockCorrupt(b"", "the payload is shorter than was reserved")
-
-
-async def _answer(context: grpc.aio.ServicerContext, step: Callable[[], _T]) -> _T:
-    """Run one step of the node; the faults that it may raise become statuses."""
-    try:
-        return step()
-    except (CacheFault, ValueError) as fault:
-        aborted: Awaitable[Any] = context.abort(*status_of(fault))
-        await aborted
-        raise AssertionError("abort raises") from fault
 
 
 def _parse(kind: Any, raw: bytes) -> Any:

@@ -25,7 +25,8 @@ from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_ke
 from headrace.gateway.audit_log import RefusalLog
 from headrace.gateway.openai_http import build_http_app
 from headrace.telemetry.gateway_metrics import RouteMetrics
-from headrace.telemetry.metrics import REFUSED_CALLS, Metrics
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.refused_calls import REFUSED_CALLS
 from headrace.wire.v1 import admin_pb2
 
 TEXT = "sharedheadtail!!"
