@@ -37,7 +37,7 @@ class NodeProcess:
 
     async def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), 10)
+        return await asyncio.wait_for(self.process.wait(), 60)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Nodes:
     async def start(self, node_id: str = "n1", *flags: str, arena_mb: int = 4) -> NodeProcess:
         process = await self.spawn("--node-id", node_id, "--arena-mb", str(arena_mb), *flags)
         assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
         if not line:
             _, log = await process.communicate()
             raise AssertionError(f"the node did not start:\n{log.decode()}")

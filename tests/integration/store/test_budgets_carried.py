@@ -94,13 +94,13 @@ class Gateways:
     async def table(self, record: StoreNodeRecord) -> dict[str, Budget]:
         """A node's table by account, as it has it now."""
         stub: Any = admin_pb2_grpc.NodeAdminStub(self.channels.to(record.address))
-        reply = await stub.GetBudgets(admin_pb2.GetBudgetsRequest(), timeout=5)
+        reply = await stub.GetBudgets(admin_pb2.GetBudgetsRequest(), timeout=30)
         return {row.account: parse_budget(row) for row in reply.budgets}
 
     async def usage(self, record: StoreNodeRecord, tenant: str) -> admin_pb2.AccountUsage:
         stub: Any = admin_pb2_grpc.NodeAdminStub(self.channels.to(record.address))
-        reply = await stub.Usage(admin_pb2.UsageRequest(), timeout=5)
-        assert (await stub.CheckIntegrity(admin_pb2.CheckIntegrityRequest(), timeout=5)).broken == ""
+        reply = await stub.Usage(admin_pb2.UsageRequest(), timeout=30)
+        assert (await stub.CheckIntegrity(admin_pb2.CheckIntegrityRequest(), timeout=30)).broken == ""
         return next(usage for usage in reply.accounts if usage.account == f"tenant:{tenant}")
 
 
@@ -110,7 +110,7 @@ async def gateways(tmp_path: Path, empty_valkey_url: str, nodes) -> Gateways:
     return Gateways(empty_valkey_url, tmp_path / "tenants.yaml", nodes.channels)
 
 
-async def until(holds: Callable[[], Awaitable[bool]], *, seconds: float = 20) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], *, seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110 (other processes have no event for us)
             await asyncio.sleep(0.05)

@@ -34,19 +34,18 @@ def rot(path: Path) -> None:
         file.write_bytes(data)
 
 
-async def settled_bytes(path: Path) -> int:
-    """Bytes on disk once they stand still: writing is behind, and nobody waits for it."""
-    before = -1
-    async with asyncio.timeout(20):
-        while (now := bytes_in(path)) != before or now == 0:
-            before = now
-            await asyncio.sleep(0.3)
-    return before
-
-
 async def stat_rows(nodes, record) -> dict[str, pb.HolderStat]:
     stub = pb_grpc.CacheAdminStub(nodes.channels.to(record.address))
     return {row.tier: row for row in (await stub.Stat(pb.StatRequest())).holders}
+
+
+async def settle(nodes, record, path: Path) -> None:
+    """Return when nothing is left to write: writing is behind, and nobody waits for it."""
+    before = -1
+    async with asyncio.timeout(60):
+        while (await stat_rows(nodes, record))["disk"].reserved_blocks or (now := bytes_in(path)) != before or not now:
+            before = bytes_in(path)
+            await asyncio.sleep(0.3)
 
 
 async def test_blocks_that_left_the_arena_are_read_from_disk_also_after_a_kill(nodes, tmp_path) -> None:
@@ -55,14 +54,14 @@ async def test_blocks_that_left_the_arena_are_read_from_disk_also_after_a_kill(n
     writer = nodes.grpc(node.record)
     for prompt in PROMPTS:
         assert await publish(writer, prompt, range(6)) == 6
-    await settled_bytes(disk_path(tmp_path / "disk", "disk1"))
+    await settle(nodes, node.record, disk_path(tmp_path / "disk", "disk1"))
     rows = await stat_rows(nodes, node.record)
     assert rows["host"].committed_blocks + rows["disk"].committed_blocks == 480
     assert rows["disk"].committed_blocks > 200
     for store in (nodes.shared_memory(node.record), nodes.grpc(node.record)):
         for prompt in PROMPTS[:6]:
             assert await read(store, prompt) == WHOLE[prompt.chain]
-    await settled_bytes(disk_path(tmp_path / "disk", "disk1"))
+    await settle(nodes, node.record, disk_path(tmp_path / "disk", "disk1"))
     await node.kill()
     again = await nodes.start("disk1", *flags, arena_mb=1)
     assert again.record.incarnation > node.record.incarnation
@@ -70,7 +69,7 @@ async def test_blocks_that_left_the_arena_are_read_from_disk_also_after_a_kill(n
     for prompt in PROMPTS:
         assert await read(reader, prompt) == WHOLE[prompt.chain]
     # And from disk alone: the arena is gone, as after the host was started again.
-    await settled_bytes(disk_path(tmp_path / "disk", "disk1"))
+    await settle(nodes, again.record, disk_path(tmp_path / "disk", "disk1"))
     on_disk = (await stat_rows(nodes, again.record))["disk"].committed_blocks
     await again.kill()
     assert remove_arena(nodes.arena_dir, "disk1")
@@ -87,7 +86,7 @@ async def test_what_an_operator_evicted_from_disk_stays_gone_after_a_kill(nodes,
     writer = nodes.grpc(node.record)
     for prompt in PROMPTS:
         await publish(writer, prompt, range(6))
-    await settled_bytes(disk_path(tmp_path / "disk", "disk2"))
+    await settle(nodes, node.record, disk_path(tmp_path / "disk", "disk2"))
     stub = pb_grpc.CacheAdminStub(nodes.channels.to(node.record.address))
     selector = render_selector(EvictSelector(block_hashes=(PROMPTS[0].chain[0],)))
     (report,) = (await stub.Evict(pb.EvictRequest(selector=selector, dry_run=False))).reports
@@ -107,7 +106,7 @@ async def test_a_missing_or_broken_disk_costs_hits_and_nothing_else(nodes, tmp_p
     for prompt in PROMPTS:
         await publish(writer, prompt, range(6))
     path = disk_path(tmp_path / "disk", "disk3")
-    await settled_bytes(path)
+    await settle(nodes, node.record, path)
     rot(path)
     for prompt in PROMPTS:
         blocks = await read(writer, prompt)
@@ -137,19 +136,19 @@ async def test_writing_behind_keeps_the_index_true(nodes, tmp_path) -> None:
         writer = nodes.grpc(record)
         for prompt in PROMPTS:
             await publish(writer, prompt, range(6))
-        await settled_bytes(disk_path(tmp_path / "disk", "inside"))
+        await settle(nodes, record, disk_path(tmp_path / "disk", "inside"))
 
         async def indexed() -> int:
             found = [await index.longest_prefix(prompt.namespace, prompt.chain) for prompt in PROMPTS]
             return sum(match.of(HolderId("node:inside")) for match in found)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await indexed() != 480:  # noqa: ASYNC110 (the index has no event for us)
                 await asyncio.sleep(0.05)
         service.node.check_integrity()
         report = service.node.evict(EvictSelector(), dry_run=False)
         assert report.blocks == 480
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await indexed() != 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         service.node.check_integrity()

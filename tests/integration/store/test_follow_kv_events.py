@@ -60,10 +60,10 @@ async def test_an_operator_sees_what_is_held_and_then_what_changes(tmp_path: Pat
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert following.stdout is not None
-        lines = [json.loads(await asyncio.wait_for(following.stdout.readline(), 30)) for _ in range(2)]
+        lines = [json.loads(await asyncio.wait_for(following.stdout.readline(), 60)) for _ in range(2)]
         service.node.evict(EvictSelector(), dry_run=False)
         storing = asyncio.create_task(store_now_and_then(service))
-        lines += [json.loads(await asyncio.wait_for(following.stdout.readline(), 30)) for _ in range(2)]
+        lines += [json.loads(await asyncio.wait_for(following.stdout.readline(), 60)) for _ in range(2)]
         assert await following.wait() == 0
         assert [line["event"] for line in lines] == ["AllBlocksCleared", "BlockStored", "BlockRemoved", "BlockStored"]
         chain = make_prompt(1, 3).chain

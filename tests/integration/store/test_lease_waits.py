@@ -18,7 +18,7 @@ def lease(store: GrpcStore, prompt, *, first_block: int, wait_s: float) -> "asyn
 
 
 async def until_waiting(service, num_waiting: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while service.node.waiters.num_waiting != num_waiting:  # noqa: ASYNC110 (a node has no event for this)
             await asyncio.sleep(0.005)
 
@@ -29,7 +29,7 @@ async def test_a_lease_is_answered_when_its_first_block_is_committed(nodes, way:
     async with nodes.inside() as service:
         store, prompt = getattr(nodes, way)(service.record), make_prompt(1, 4)
         await publish(nodes.grpc(service.record), prompt, [0, 1])
-        waiting = lease(store, prompt, first_block=3, wait_s=8)
+        waiting = lease(store, prompt, first_block=3, wait_s=9.5)
         await until_waiting(service, 1)
         await publish(nodes.grpc(service.record), prompt, [2])
         await asyncio.sleep(0.05)
@@ -37,7 +37,7 @@ async def test_a_lease_is_answered_when_its_first_block_is_committed(nodes, way:
         started_s = time.monotonic()
         await publish(nodes.grpc(service.record), prompt, [3])
         granted = await waiting
-        assert time.monotonic() - started_s < 4
+        assert time.monotonic() - started_s < 8
         assert [header.block_hash for header in granted.headers] == [prompt.chain[3]]
         await store.release(granted)
         assert service.node.waiters.num_waiting == 0
@@ -49,8 +49,8 @@ async def test_what_is_there_is_leased_without_waiting(nodes) -> None:
         store, prompt = nodes.grpc(service.record), make_prompt(1, 4)
         await publish(store, prompt, [0, 1])
         started_s = time.monotonic()
-        granted = await lease(store, prompt, first_block=1, wait_s=8)
-        assert (len(granted.headers), time.monotonic() - started_s < 4) == (1, True)
+        granted = await lease(store, prompt, first_block=1, wait_s=9.5)
+        assert (len(granted.headers), time.monotonic() - started_s < 8) == (1, True)
         await store.release(granted)
 
 
@@ -66,7 +66,7 @@ async def test_a_call_that_is_cancelled_waits_no_more_at_the_node_and_takes_no_l
     """Fails when a reader that is gone keeps a place at the node, or gets blocks that nobody will give back."""
     async with nodes.inside() as service:
         store, prompt = nodes.grpc(service.record), make_prompt(1, 1)
-        waiting = lease(store, prompt, first_block=0, wait_s=8)
+        waiting = lease(store, prompt, first_block=0, wait_s=9.5)
         await until_waiting(service, 1)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -80,14 +80,14 @@ async def test_a_node_that_drains_or_stops_lets_its_callers_go(nodes) -> None:
     """Fails when callers wait for blocks that a node will not take any more."""
     async with nodes.inside() as service:
         store, prompt = nodes.grpc(service.record), make_prompt(1, 1)
-        waiting = lease(store, prompt, first_block=0, wait_s=8)
+        waiting = lease(store, prompt, first_block=0, wait_s=9.5)
         await until_waiting(service, 1)
         service.node.waiters.close()
         assert (await waiting).headers == ()
         service.node.waiters.open()
-        waiting = lease(store, prompt, first_block=0, wait_s=8)
+        waiting = lease(store, prompt, first_block=0, wait_s=9.5)
         await until_waiting(service, 1)
         started_s = time.monotonic()
         await service.stop()
         await asyncio.wait([waiting])
-        assert time.monotonic() - started_s < 4
+        assert time.monotonic() - started_s < 8

@@ -32,7 +32,7 @@ async def entries_of(admin: pb_grpc.CacheAdminStub, prompt: HashedPrompt) -> lis
 
 
 def expired_blocks(metrics_port: int) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=5) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=30) as reply:
         lines = reply.read().decode().splitlines()
     name = 'headrace_evicted_blocks_total{reason="ttl",tier="host"}'
     return next(float(line.split()[-1]) for line in lines if line.startswith(name))
@@ -61,7 +61,7 @@ async def test_a_pinned_prefix_and_the_end_of_its_pin_outlive_a_killed_node(node
     (report,) = (await admin.Evict(pb.EvictRequest(selector=of_prefix(kept)))).reports
     assert (report.blocks, report.skipped_pinned_blocks) == (0, 1)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await admin.Stat(pb.StatRequest())).holders[0].pinned_bytes != 3 * UNIT:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert time.time() >= began_s + 6
@@ -75,19 +75,22 @@ async def test_a_pinned_prefix_and_the_end_of_its_pin_outlive_a_killed_node(node
 async def test_times_to_live_and_orders_outlive_a_killed_node_and_run_out_by_themselves(nodes) -> None:
     """Fails when a restart gives a block its time anew, or makes it one without a bound."""
     bounded, ordered, kept = (make_prompt(710 + n, 3) for n in range(3))
+    start_s = time.time()
     node = await nodes.start("times", arena_mb=1)
     writer, admin = nodes.grpc(node.record), pb_grpc.CacheAdminStub(nodes.channels.to(node.record.address))
     began_s = time.time()
+    ttl_s = 10 + 4 * (began_s - start_s)  # a busy machine takes long to start the next one
     headers = [make_header(bounded, i) for i in range(3)]
-    for outcome in await writer.reserve(headers, deadline=deadline(), retention=Retention(ttl_s=10)):
+    for outcome in await writer.reserve(headers, deadline=deadline(), retention=Retention(ttl_s=ttl_s)):
         assert isinstance(outcome, Reservation)
         outcome.buffer[:] = payload_of(outcome.header)
         await writer.commit(outcome, payload_xxh3=payload_digest(outcome.buffer), deadline=deadline())
     for prompt in (ordered, kept):
         assert await publish(writer, prompt, range(3)) == 3
     head = render_selector(EvictSelector(block_hashes=(ordered.chain[0],)))
-    (report,) = (await admin.SetTtl(pb.SetTtlRequest(selector=head, ttl_s=10))).reports
+    (report,) = (await admin.SetTtl(pb.SetTtlRequest(selector=head, ttl_s=ttl_s))).reports
     assert (report.outcome, report.blocks, report.tokens) == ("done", 3, 12)
+    ordered_s = time.time()
     await node.kill()
 
     node = await nodes.start("times", arena_mb=1)
@@ -95,18 +98,18 @@ async def test_times_to_live_and_orders_outlive_a_killed_node_and_run_out_by_the
     for prompt in (bounded, ordered):
         moments = [entry.expires_unix_ms / 1_000 for entry in await entries_of(admin, prompt)]
         assert len(moments) == 3
-        assert began_s + 10 <= min(moments) <= max(moments) <= began_s + 15
+        assert began_s + ttl_s <= min(moments) <= max(moments) <= ordered_s + ttl_s + 1
     assert len(await read(writer, ordered)) == 3, "a use does not move an order"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60 + ttl_s):
         while await entries_of(admin, bounded) or await entries_of(admin, ordered):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
-    assert time.time() >= began_s + 10
+    assert time.time() >= began_s + ttl_s
     assert len(await entries_of(admin, kept)) == 3
     explain = pb_grpc.NodeAdminStub(nodes.channels.to(node.record.address)).Explain
     for prompt in (bounded, ordered):
         reply = await explain(pb.ExplainRequest(namespace=prompt.namespace, chain=prompt.chain))
         assert [removal.reason for removal in reply.removals] == [TIME_OVER] * 3
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while expired_blocks(node.record.metrics_port) != 6:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
 

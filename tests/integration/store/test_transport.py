@@ -25,9 +25,9 @@ SETTINGS, PING, GOAWAY = 4, 6, 7
 ACK = 1
 
 
-def frames(connection: socket.socket, *, for_s: float) -> Iterator[tuple[int, int]]:
-    """Type and flags of every HTTP/2 frame that arrives within a time."""
-    end_s, read_bytes = time.monotonic() + for_s, b""
+def frames(connection: socket.socket) -> Iterator[tuple[int, int]]:
+    """Type and flags of every HTTP/2 frame that arrives, for a minute at most."""
+    end_s, read_bytes = time.monotonic() + 60, b""
     while (left_s := end_s - time.monotonic()) > 0:
         connection.settimeout(left_s)
         try:
@@ -58,7 +58,12 @@ async def test_a_connection_without_calls_may_be_pinged_as_often_as_anybody_like
             for number in range(40):
                 connection.sendall(frame(PING, struct.pack(">Q", number)))
                 time.sleep(0.01)
-            return list(frames(connection, for_s=0.5))
+            seen = []
+            for seen_frame in frames(connection):
+                seen.append(seen_frame)
+                if seen_frame == (GOAWAY, 0) or seen.count((PING, ACK)) == 40:
+                    break
+            return seen
 
     seen = await asyncio.to_thread(ping_often)
     assert (GOAWAY, 0) not in seen
@@ -112,11 +117,11 @@ async def test_a_thousand_cancelled_streams_leave_neither_memory_nor_files_on_ei
     base = {pid: (open_files(pid), resident_kib(pid)) for pid in (os.getpid(), node.process.pid)}
     tasks = len(asyncio.all_tasks())
     await storm(1_000)
-    await asyncio.sleep(0.3)
-    for pid, (files, memory_kib) in base.items():
-        assert open_files(pid) <= files + 2
+    async with asyncio.timeout(60):
+        while len(asyncio.all_tasks()) > tasks + 2 or any(open_files(pid) > base[pid][0] + 2 for pid in base):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    for pid, (_, memory_kib) in base.items():
         assert resident_kib(pid) <= memory_kib * 1.1 + 4 * 1024
-    assert len(asyncio.all_tasks()) <= tasks + 2
     assert len(await read(store, prompt)) == 8
 
 
@@ -131,7 +136,7 @@ async def test_a_server_that_restarts_again_and_again_costs_no_sockets(nodes) ->
             port = server.add_insecure_port(f"127.0.0.1:{port}")
             await server.start()
             store = GrpcStore(StoreNodeRecord("n", 1, "h", f"127.0.0.1:{port}", "", pid=1), own, CLOCK)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while True:
                     with suppress(CacheFault):
                         await store.lease_prefix(prompt.namespace, prompt.chain, first_block=0, deadline=deadline(1))
