@@ -96,7 +96,12 @@ true
 {{- if and (include "headrace.redisTls" .) $redis.external.caSecret.name -}}
 {{- $query = printf "?ssl_ca_certs=/etc/headrace/redis-ca/%s" $redis.external.caSecret.key -}}
 {{- end -}}
-{{- printf "%s://%s%s:%s/%d%s" $scheme $who (include "headrace.redisHost" .) (include "headrace.redisPort" .) (int $redis.database) $query -}}
+{{- $primary := "" -}}
+{{- if and (eq $redis.mode "external") $redis.external.sentinel.primary -}}
+{{- $scheme = printf "%s+sentinel" $scheme -}}
+{{- $primary = printf "%s/" $redis.external.sentinel.primary -}}
+{{- end -}}
+{{- printf "%s://%s%s:%s/%s%d%s" $scheme $who (include "headrace.redisHost" .) (include "headrace.redisPort" .) $primary (int $redis.database) $query -}}
 {{- end -}}
 
 {{/* Refuses values that cannot work together, with what to change. */}}

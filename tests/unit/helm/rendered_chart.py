@@ -62,6 +62,12 @@ REDIS_BY_SECRETS: Values = {
         },
     }
 }
+SENTINEL: Values = {
+    "redis": {
+        "mode": "external",
+        "external": {"host": "sentinel.example", "port": 26379, "sentinel": {"primary": "cache"}},
+    }
+}
 LAPTOP: Values = {"head": {"runsWork": True}, "settings": {"gateways": 1}, "decodePods": {"gpusPerPod": 1}}
 TOGETHER: Values = {"workersTogether": True, "decodePods": {"gpusPerPod": 2}}
 

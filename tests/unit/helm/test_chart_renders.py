@@ -21,6 +21,7 @@ from rendered_chart import (
     LAPTOP,
     REDIS_BY_SECRETS,
     ROOT,
+    SENTINEL,
     SIZES,
     TOGETHER,
     Manifest,
@@ -37,6 +38,7 @@ from rendered_chart import (
 )
 
 from headrace.config import settings_table
+from headrace.index.connection_factory import connection_factory
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
 from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMENT, serve_app
 
@@ -50,6 +52,7 @@ RENDERS: dict[str, Values] = {
     "everything": EVERYTHING,
     "everything-external": merged(EVERYTHING, EXTERNAL_REDIS),
     "everything-by-secrets": merged(EVERYTHING, REDIS_BY_SECRETS),
+    "sentinel": SENTINEL,
     "everything-laptop": merged(EVERYTHING, LAPTOP),
     "everything-together": merged(EVERYTHING, TOGETHER),
 }
@@ -234,6 +237,16 @@ def test_without_a_secret_url_the_user_of_a_secret_goes_into_the_url():
     assert names.index("HEADRACE_REDIS_PASSWORD") < names.index("HEADRACE_REDIS_URL")
 
 
+def test_sentinels_are_named_in_the_url_and_let_through_with_the_servers_they_name():
+    (container,) = ray_pods(rendered("sentinel"))["decode"]["spec"]["containers"]
+    (url,) = (v["value"] for v in container["env"] if v["name"] == "HEADRACE_REDIS_URL")
+    assert url == "redis+sentinel://:$(HEADRACE_REDIS_PASSWORD)@sentinel.example:26379/cache/0"
+    factory = connection_factory(url.replace("$(HEADRACE_REDIS_PASSWORD)", "abc"), timeout_ms=250)
+    assert (factory.service_name, factory.connection_kwargs["db"]) == ("cache", 0)
+    (policy,) = (m for m in rendered("sentinel") if m["metadata"]["name"] == "demo-headrace-ray")
+    assert [26379, 6379] in [[p["port"] for p in rule.get("ports", [])] for rule in policy["spec"]["egress"]]
+
+
 @each_render
 def test_ray_asks_for_its_token(name: str):
     cluster = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]
@@ -334,6 +347,7 @@ def test_every_value_changes_the_render(path: str, default: Any):
         merged(EVERYTHING, EXTERNAL_REDIS),
         merged(EVERYTHING, TOGETHER),
         merged(EVERYTHING, REDIS_BY_SECRETS),
+        SENTINEL,
     ):
         before = base_text(json.dumps(base))
         for candidate in candidates:
