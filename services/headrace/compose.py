@@ -86,9 +86,10 @@ def node_id(settings: StoreSettings) -> str:
 class Worker:
     """One worker as the process sees it: both kinds of call, of which its role takes one or both."""
 
-    def __init__(self, worker: Any, *, role: WorkerRole, parts: AsyncExitStack) -> None:
+    def __init__(self, worker: Any, *, role: WorkerRole, parts: AsyncExitStack, tracing: Any) -> None:
         self._worker = worker  # transfer/worker.py:Worker
         self._role = role
+        self._tracing = tracing
         self._parts = parts
 
     async def start(self) -> None:
@@ -103,18 +104,20 @@ class Worker:
     async def prefill(self, call: PrefillCall) -> PrefillResult:
         """As `prefill_prompt`; InvalidRequest on a worker whose role takes no prefill calls."""
         from headrace.prefill.prefill_prompt import prefill_prompt
+        from headrace.telemetry.served_calls import served_prefill
 
         if not self._role.prefills:
             raise InvalidRequest("this worker takes no prefill calls", param="prefill_worker")
-        return await prefill_prompt(call, self._worker)
+        return await served_prefill(call, prefill_prompt(call, self._worker), tracing=self._tracing)
 
     def decode(self, call: DecodeCall) -> AsyncGenerator[DecodeEvent, None]:
         """As `decode_tokens`: close it to cancel; InvalidRequest on a worker whose role takes no decode calls."""
         from headrace.decode.decode_tokens import decode_tokens
+        from headrace.telemetry.served_calls import served_decode
 
         if not self._role.decodes:
             raise InvalidRequest("this worker takes no decode calls", param="decode_worker")
-        return decode_tokens(call, self._worker)
+        return served_decode(call, decode_tokens(call, self._worker), tracing=self._tracing)
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Evict from this worker's pool; the report says what was done in fact."""
@@ -165,7 +168,8 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.collectors import EngineCollector, SpeculationCollector, WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
-    from headrace.telemetry.metrics import Metrics, start_metrics_server
+    from headrace.telemetry.metrics import Metrics, other_metrics_ports, start_metrics_server
+    from headrace.telemetry.traced_ports import TracedStoreNodes
     from headrace.transfer.check_network import check_network
     from headrace.transfer.coded_pool import stored_pool
     from headrace.transfer.store_nodes import StoreNodeTable
@@ -179,8 +183,11 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     host = host_id(config.store.arena_dir)
     membership = RedisMembership(config.index.redis_url, clock=clock)
     parts.push_async_callback(membership.close)
-    server = start_metrics_server(metrics.registry, config.store.store_host)
+    server = start_metrics_server(
+        metrics.registry, config.store.store_host, other_metrics_ports(config.store.metrics_port)
+    )
     parts.callback(server.close)
+    tracing = _start_tracing(config, parts, part="worker", instance_id=worker_id)
     table = StoreNodeTable(
         host=host,
         membership=membership,
@@ -188,13 +195,14 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         report_fault=metrics.count_fault,
         tls=tls_of_parts(config.network),
     )
+    nodes = MeteredStoreNodes(table, metrics=metrics)
     worker = TransferWorker(
         worker_id=worker_id,
         role=role,
         host=host,
         engine=engine,
         pool=stored_pool(model.kv, model.namespace.layout),
-        nodes=MeteredStoreNodes(table, metrics=metrics),
+        nodes=nodes if tracing is None else TracedStoreNodes(nodes, tracing=tracing),
         node_table=table,
         membership=membership,
         clock=clock,
@@ -206,7 +214,17 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     EngineCollector(lambda: _counts_of(engine), role=role, metrics=metrics)
     if drafter is not None:
         SpeculationCollector(engine.speculation, metrics=metrics)
-    return Worker(worker, role=role, parts=parts)
+    return Worker(worker, role=role, parts=parts, tracing=tracing)
+
+
+def _start_tracing(config: Config, parts: AsyncExitStack, *, part: str, instance_id: str) -> Any:
+    """As `start_tracing`; what it made ends with the parts, before what they were made of."""
+    from headrace.telemetry.tracing import start_tracing
+
+    tracing = start_tracing(config.telemetry.otlp_endpoint, part=part, instance_id=instance_id)
+    if tracing is not None:
+        parts.push_async_callback(tracing.close)
+    return tracing
 
 
 def _counts_of(engine: Any) -> Any:
@@ -277,8 +295,9 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import RouteMetrics
     from headrace.telemetry.metered_ports import MeteredBlockIndex, MeteredWorkerCalls
-    from headrace.telemetry.metrics import Metrics, start_metrics_server
+    from headrace.telemetry.metrics import Metrics, other_metrics_ports, start_metrics_server
     from headrace.telemetry.mirror_collector import MirrorCollector
+    from headrace.telemetry.traced_ports import TracedBlockIndex, TracedWorkerCalls
     from headrace.transfer.channels import Channels
     from headrace.transfer.check_network import check_network
     from headrace.transfer.tls_files import tls_of_parts
@@ -286,6 +305,8 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     check_network(config)
     tls = tls_of_parts(config.network)
     clock, metrics, parts, channels = SystemClock(), Metrics(), AsyncExitStack(), Channels(tls)
+    gateway_id = gateway_id or secrets.token_hex(6)
+    tracing = _start_tracing(config, parts, part="gateway", instance_id=gateway_id)
     index = RedisIndex(config.index.redis_url, clock=clock)
     metered_index = MeteredBlockIndex(index, metrics=metrics, clock=clock)
     mirror = IndexMirror(metered_index, config.index.redis_url, clock=clock)
@@ -293,11 +314,13 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     membership = RedisMembership(config.index.redis_url, clock=clock)
     for close in (index.close, mirror.close, membership.close, channels.close):
         parts.push_async_callback(close)
-    server = start_metrics_server(metrics.registry, config.store.store_host)
+    server = start_metrics_server(
+        metrics.registry, config.store.store_host, other_metrics_ports(config.store.metrics_port)
+    )
     parts.callback(server.close)
     peers = PeerGateways(
         membership,
-        gateway_id=gateway_id or secrets.token_hex(6),
+        gateway_id=gateway_id,
         host=config.store.store_host,
         host_id=host_id(config.store.arena_dir),
         metrics_port=server.port,
@@ -307,14 +330,17 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     parts.push_async_callback(peers.stop)
     observer = RouteMetrics(metrics)
     service = GatewayService(
-        index=mirror,
+        index=mirror if tracing is None else TracedBlockIndex(mirror, tracing=tracing),
         membership=membership,
-        calls=MeteredWorkerCalls(calls, metrics=metrics, clock=clock),
+        calls=MeteredWorkerCalls(
+            calls if tracing is None else TracedWorkerCalls(calls, tracing=tracing), metrics=metrics, clock=clock
+        ),
         settings=config.gateway,
         clock=clock,
         observer=observer,
         requests=observer,
         tenants_file=TenantsFile(config.gateway.tenants_file) if config.gateway.tenants_file else None,
+        tracing=tracing,
     )
     service.run_beside(BudgetCarrier(Fleet(service, channel_to=channels.to)).step)
     service.run_beside(mirror.follow)
@@ -376,5 +402,6 @@ def build_store_node(config: Config) -> StoreNode:
         clock=clock,
         metrics=metrics,
         tls=tls_of_parts(config.network),
+        tracing=_start_tracing(config, parts, part="store", instance_id=node_id(config.store)),
     )
     return StoreNode(service=service, parts=parts)

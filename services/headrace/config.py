@@ -85,6 +85,9 @@ class StoreSettings:
     disk_dir: str = setting("", "Directory of the disk tier. Default: ~/.cache/headrace/blocks.")
     store_host: str = setting("127.0.0.1", "Address on which the store node serves gRPC. On Ray, auto: its node's own.")
     store_port: int = setting(0, "Port of the store node. 0: any free one.")
+    metrics_port: int = setting(
+        0, "Port of a store node's metrics; workers and gateways of its host take the next free ones. 0: any free ones."
+    )
     kv_events_endpoint: str = setting(
         "", "ZeroMQ endpoint of KV events, as tcp://127.0.0.1:5557. Empty: none are sent."
     )
@@ -157,6 +160,16 @@ class ClusterSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TelemetrySettings:
+    """What all parts tell of themselves."""
+
+    otlp_endpoint: str = setting(
+        "", "OpenTelemetry collector that gets traces, as http://127.0.0.1:4317 (OTLP over gRPC). Empty: no traces."
+    )
+    log_format: str = setting("text", "Log lines of all parts: text, or json with one object a line.")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings. Pieces are handed to the parts that read them; nobody reads the environment later."""
 
@@ -167,6 +180,7 @@ class Config:
     network: NetworkSettings = NetworkSettings()
     gateway: GatewaySettings = GatewaySettings()
     cluster: ClusterSettings = ClusterSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
 
 
 def load_config(
@@ -317,6 +331,7 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("disk_gb", "must be a size in GiB, or 0")
     for key, port in (
         ("store_port", config.store.store_port),
+        ("metrics_port", config.store.metrics_port),
         ("http_port", config.gateway.http_port),
         ("grpc_port", config.gateway.grpc_port),
     ):
@@ -329,6 +344,10 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("hash_algorithm", f"must be one of {', '.join(HashAlgorithm)}")
     if config.gateway.tenants_file and config.gateway.hash_algorithm != HashAlgorithm.SHA256:
         raise ConfigInvalid("hash_algorithm", "must be sha256 with a tenants_file: tenants might construct collisions")
+    if config.telemetry.otlp_endpoint and not config.telemetry.otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigInvalid("otlp_endpoint", "must begin with http:// or https://, as in http://127.0.0.1:4317")
+    if config.telemetry.log_format not in ("text", "json"):
+        raise ConfigInvalid("log_format", "must be text or json")
     if config.model.dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigInvalid("dtype", "must be auto, bfloat16, float16 or float32")
     if config.model.device not in ("auto", "cpu", "cuda"):

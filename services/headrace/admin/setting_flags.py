@@ -8,7 +8,7 @@ import click
 
 from headrace.config import settings_table
 
-ALL_PIECES = ("model", "engine", "store", "index", "network", "gateway", "cluster")
+ALL_PIECES = ("model", "engine", "store", "index", "network", "gateway", "cluster", "telemetry")
 
 
 def setting_options(*pieces: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -176,7 +176,7 @@ def _print_status(found: SystemStatus) -> None:
 
 
 @click.command("store-node")
-@setting_options("store", "index", "network")
+@setting_options("store", "index", "network", "telemetry")
 @click.option("--remove-arena-on-exit", is_flag=True, help="Delete the arena's file when the node ends.")
 def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_on_exit: bool) -> None:
     """Run one store node in the foreground, until interrupted. Needs --redis-url.

@@ -140,6 +140,7 @@ class PrefillCall:
     worker_id: WorkerId
     timeout_ms: int
     hint_nodes: tuple[str, ...] = ()
+    traceparent: str = ""  # W3C trace context of the gateway's span; "": nothing is traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ class DecodeCall:
     computed_from: int
     hint_nodes: tuple[str, ...] = ()
     hand_off: HandOff | None = None
+    traceparent: str = ""  # as in PrefillCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.refuse_call import RefuseCall, telling
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
 from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
+from headrace.telemetry.request_context import TRACEPARENT, within_callers_trace
 from headrace.wire.parse import parse_generate_request
 from headrace.wire.render import render_accepted, render_done, render_model, render_token
 from headrace.wire.status import UnknownService
@@ -38,8 +39,10 @@ class InferenceRpc:
         """One request in, Accepted, tokens and Done out. Cancelling the call ends the work on the worker."""
         try:
             tenant = self._service.authenticate(authorization_of(grpc_context))
-            async with aclosing(self._service.generate(parse_generate_request(request), tenant)) as events:
-                async for event in events:
+            events = self._service.generate(parse_generate_request(request), tenant)
+            traceparent = dict(grpc_context.invocation_metadata() or ()).get(TRACEPARENT)
+            async with aclosing(within_callers_trace(traceparent, events)) as steps:
+                async for event in steps:
                     yield _render(event)
         except Exception as error:
             await self._refuse(grpc_context, error)

@@ -26,6 +26,7 @@ from headrace.gateway.authenticate import AUTHORIZATION
 from headrace.gateway.merge_streams import merge_streams
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
 from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
+from headrace.telemetry.request_context import TRACEPARENT, within_callers_trace
 from headrace.wire.openai_body import JsonObject, OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
 from headrace.wire.openai_reply import (
     ChoiceText,
@@ -136,7 +137,7 @@ class _Api:
         """Read, parse and generate. Errors until the first token have an HTTP status of their own."""
         tenant = self._caller(request)
         wanted = parse(parse_json_body(await read_body(request)))
-        events = self._generate(wanted, tenant)
+        events = within_callers_trace(request.headers.get(TRACEPARENT), self._generate(wanted, tenant))
         created_unix_s = self._service.clock.unix_ms() // 1000
         headers = _request_id_headers(request)
         try:

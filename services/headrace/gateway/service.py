@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from headrace.config import GatewaySettings
 from headrace.core.block import HashedPrompt, Namespace, hash_prompt
@@ -28,6 +28,7 @@ from headrace.core.ports import BlockIndex, Membership, WorkerCalls
 from headrace.core.rate_limits import RateAccounts
 from headrace.core.sequence_room import SequenceRoom
 from headrace.core.tenants import KeyRing, Tenant, groups_of
+from headrace.gateway.accepted import Accepted
 from headrace.gateway.admit_request import Places, admit_request, shortest_queue_s
 from headrace.gateway.audit_log import RefusalLog
 from headrace.gateway.authenticate import authenticate
@@ -45,18 +46,12 @@ from headrace.gateway.route_request import (
 )
 from headrace.gateway.tenants_file import TenantsFile
 from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
+from headrace.gateway.trace_request import trace_request
 from headrace.gateway.worker_table import ServedModel, WorkerTable
+from headrace.telemetry.tracing import Tracing
 from headrace.wire.client_request import ClientRequest, SamplingOptions
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """First event of every request: it is valid, fits, and has a name."""
-
-    request_id: RequestId
-    model: str
 
 
 GatewayEvent = Accepted | ChoiceEvent
@@ -105,11 +100,13 @@ class GatewayService:
         inflight_max: int = GATEWAY_INFLIGHT_MAX,
         key_ring: KeyRing | None = None,
         tenants_file: TenantsFile | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """key_ring: whose API keys are let in; None lets everybody in, as one tenant.
         tenants_file: where the key ring comes from, and is taken from again when the file changes."""
         self.key_ring = key_ring if tenants_file is None else tenants_file.key_ring
         self._tenants_file = tenants_file
+        self._tracing = tracing
         self.membership = membership
         self.calls = calls
         self.clock = clock
@@ -236,12 +233,16 @@ class GatewayService:
         self._requests.call_refused(error)
         self._refusals.saw(error, peer=peer)
 
-    async def generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
+    def generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
         """Serve one client request: Accepted, then tokens, then one ChoiceFinished per choice.
 
         Blocks are shared within the tenant's trust group. Raises InvalidRequest (nothing was sent to a worker),
         Overloaded, WorkerUnavailable, DeadlineExceeded. Closing the stream ends the work on every worker.
         """
+        events = self._generate(request, tenant)
+        return trace_request(request, events, tracing=self._tracing, decisions=self.planner.decisions)
+
+    async def _generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
         accepted_s = self.clock.now_s()
         deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
         with (

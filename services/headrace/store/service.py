@@ -44,12 +44,15 @@ from headrace.store.register_blocks import PendingChanges, register_blocks
 from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
 from headrace.telemetry.collectors import StoreCollector
+from headrace.telemetry.logs import set_up_logs
 from headrace.telemetry.metrics import EvictionReason, Metrics, MetricsServer, start_metrics_server
 from headrace.telemetry.refused_calls import reason_of
+from headrace.telemetry.tracing import Tracing, start_tracing
 from headrace.transfer.channels import bind_server, build_server
 from headrace.transfer.check_network import check_network
 from headrace.transfer.serve_blocks import serve_blocks
 from headrace.transfer.tls_files import Tls, tls_of_parts
+from headrace.transfer.trace_rpcs import TracedRpcs
 from headrace.wire.v1 import admin_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -67,9 +70,10 @@ class StoreNodeService:
         membership: Membership,
         clock: Clock,
         metrics: Metrics | None = None,
+        tracing: Tracing | None = None,
+        tls: Tls | None = None,
         lease_ttl_ms: int | None = None,
         reservation_ttl_ms: int | None = None,
-        tls: Tls | None = None,
     ) -> None:
         """metrics: serves them on a port of its own when given. The times to live default to the limits. tls: what this
         node shows and whom it lets in; None for plain text."""
@@ -79,6 +83,7 @@ class StoreNodeService:
         self._membership = membership
         self._clock = clock
         self._metrics = metrics
+        self._tracing = tracing
         self._tls = tls
         self._ttls = {
             name: value
@@ -90,7 +95,7 @@ class StoreNodeService:
         self._kv_events = (
             KvEvents(settings, node_id=self._node_id, clock=clock) if settings.kv_events_endpoint else None
         )
-        self._server = build_server()
+        self._server = build_server(interceptors=() if tracing is None else (TracedRpcs(tracing),))
         self._health = health.aio.HealthServicer()
         self._background: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
@@ -315,7 +320,8 @@ class StoreNodeService:
         StoreCollector(lambda: self._stats, metrics=self._metrics)
         if self._disk is not None:
             self._disk_metrics = DiskMetrics(self.node.disk.counters, self._metrics)
-        self._metrics_server = start_metrics_server(self._metrics.registry, self._settings.store_host)
+        ports = (self._settings.metrics_port,)
+        self._metrics_server = start_metrics_server(self._metrics.registry, self._settings.store_host, ports)
 
     def _count_refused(self, error: Exception) -> None:
         """A worker, or whoever takes itself for one, asked for what this node does not do."""
@@ -362,13 +368,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m headrace.store.service", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", type=Path, default=None, help="YAML file of settings.")
     parser.add_argument("--remove-arena-on-exit", action="store_true", help="Delete the arena's file on SIGTERM.")
-    names = [name for name, (piece, _) in settings_table().items() if piece in ("store", "index", "network")]
+    names = [
+        name for name, (piece, _) in settings_table().items() if piece in ("store", "index", "network", "telemetry")
+    ]
     for name in names:
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=settings_table()[name][1].metadata["help"])
     parsed = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs("text", part="store node")
     try:
         config = load_config({name: getattr(parsed, name) for name in names}, config_file=parsed.config)
+        name = config.store.node_id or socket.gethostname()
+        set_up_logs(config.telemetry.log_format, part="store node", instance_id=name)
         if not config.index.redis_url:
             raise ConfigInvalid("redis_url", "a store node on its own needs a Redis to register with")
         check_network(config)
@@ -386,6 +396,7 @@ async def _run(config: Config, *, remove_arena_on_exit: bool) -> None:
 
     clock, redis_url = SystemClock(), config.index.redis_url
     index, membership = RedisIndex(redis_url, clock=clock), RedisMembership(redis_url, clock=clock)
+    tracing = start_tracing(config.telemetry.otlp_endpoint, part="store", instance_id=config.store.node_id)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -395,6 +406,7 @@ async def _run(config: Config, *, remove_arena_on_exit: bool) -> None:
         membership=membership,
         clock=clock,
         metrics=Metrics(),
+        tracing=tracing,
         tls=tls_of_parts(config.network),
     )
     try:
@@ -402,6 +414,8 @@ async def _run(config: Config, *, remove_arena_on_exit: bool) -> None:
     finally:
         await index.close()
         await membership.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ test) makes its own `Metrics` with its own registry: nothing is registered globa
 never collide. What to count and when is decided in `metered_ports.py` and `collectors.py`; domain code has no metrics.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
@@ -19,11 +20,13 @@ from headrace.core.errors import (
     BlockCorrupt,
     BlockMissing,
     CacheFault,
+    ConfigInvalid,
     IndexUnavailable,
     LeaseExpired,
     StoreFull,
     StoreUnavailable,
 )
+from headrace.core.telemetry_limits import METRICS_PORTS
 from headrace.telemetry.refused_calls import REFUSED_CALLS
 
 # First tokens take from a few milliseconds (warm) to minutes (a cold long prompt on CPU).
@@ -241,7 +244,26 @@ class MetricsServer:
             self._thread.join()
 
 
-def start_metrics_server(registry: CollectorRegistry, host: str, port: int = 0) -> MetricsServer:
-    """Serve `registry` on `host`; port 0 takes any free one, which `.port` then names. Raises OSError when taken."""
-    server, thread = start_http_server(port=port, addr=host, registry=registry)
-    return MetricsServer(server=server, thread=thread)
+def start_metrics_server(registry: CollectorRegistry, host: str, ports: Sequence[int] = (0,)) -> MetricsServer:
+    """Serve `registry` on `host` at the first of these ports that is free; 0 is any free one, which `.port` names.
+
+    Raises ConfigInvalid where all of them are taken, or the host is not this machine's.
+    """
+    why = ""
+    for port in ports:
+        try:
+            server, thread = start_http_server(port=port, addr=host, registry=registry)
+        except OSError as error:
+            why = str(error.strerror or error)
+            continue
+        return MetricsServer(server=server, thread=thread)
+    named = f"port {ports[0]}" if len(ports) == 1 else f"any port of {ports[0]}..{ports[-1]}"
+    raise ConfigInvalid("metrics_port", f"cannot listen on {named} of {host} ({why}); choose another, or 0 for any")
+
+
+def other_metrics_ports(metrics_port: int) -> Sequence[int]:
+    """Where workers and gateways serve theirs: a store node has the port of the setting itself, so that a monitor can
+    name it; the one worker of a pod has the next."""
+    if metrics_port == 0:
+        return (0,)
+    return range(metrics_port + 1, min(metrics_port + METRICS_PORTS, 65_536))

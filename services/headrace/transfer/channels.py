@@ -94,12 +94,14 @@ def open_blocking_channel(address: str, *, tls: Tls | None, options: Options) ->
     return RenewedBlockingChannel(tls, lambda credentials: grpc.secure_channel(address, credentials, options=options))
 
 
-def build_server(*, rpcs_max: int = STORE_RPCS_MAX) -> grpc.aio.Server:
+def build_server(
+    *, rpcs_max: int = STORE_RPCS_MAX, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> grpc.aio.Server:
     """A server with the options that match `Channels`; beyond `rpcs_max` calls at once it refuses, never queues.
     Request bytes that do not decode are INVALID_ARGUMENT, not an error of the server."""
     keep_message_memory()
     return grpc.aio.server(
-        interceptors=(UndecodableRefused(),), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max
+        interceptors=(*interceptors, UndecodableRefused()), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max
     )
 
 

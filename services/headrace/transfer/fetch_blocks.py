@@ -19,6 +19,7 @@ from headrace.core.limits import FETCH_CHUNK_BYTES
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import Lease, Reservation, ReserveOutcome
 from headrace.core.retention import KEEP, Retention
+from headrace.telemetry.request_context import outgoing_metadata
 from headrace.transfer.channels import Channels
 from headrace.transfer.fault_status import cache_faults
 from headrace.transfer.store_calls import StoreCalls
@@ -38,7 +39,8 @@ async def fetch_blocks(calls: StoreCalls, lease: Lease, *, deadline: Deadline) -
     node_id = calls.record.node_id
     with cache_faults(node_id):
         method = calls.channel.unary_stream(_FETCH)
-        call = method(pb.FetchRequest(lease_id=lease.lease_id).SerializeToString(), timeout=deadline.left_s())
+        request = pb.FetchRequest(lease_id=lease.lease_id).SerializeToString()
+        call = method(request, timeout=deadline.left_s(), metadata=outgoing_metadata())
     arriving = _Arriving(call, lease, node_id=node_id)
     try:
         for header in lease.headers:
@@ -144,7 +146,8 @@ class GrpcStore:
                 yield bytes(reservation.buffer[at : at + FETCH_CHUNK_BYTES])
 
         with cache_faults(node_id, lease_id=reservation.reservation_id, block_hash=block_hash):
-            await self._calls.channel.stream_unary(_FILL)(messages(), timeout=deadline.left_s())
+            fill = self._calls.channel.stream_unary(_FILL)
+            await fill(messages(), timeout=deadline.left_s(), metadata=outgoing_metadata())
 
     async def abort(self, reservation: Reservation) -> None:
         """As `BlockSink.abort`."""

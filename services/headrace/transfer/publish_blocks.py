@@ -24,6 +24,7 @@ from headrace.core.limits import (
 from headrace.core.ports import AlreadyStored, BlockSink, NotStored, PrefixPool, Reservation, ReserveOutcome, StoreNodes
 from headrace.core.retention import KEEP, Retention
 from headrace.engine.event_stream import FilledBlock
+from headrace.telemetry.request_context import current, within
 from headrace.transfer.run_in_thread import finish, run_in_thread
 
 
@@ -141,6 +142,7 @@ class Publication:
 
     def __init__(self, retention: Retention = KEEP) -> None:
         self.retention = retention
+        self.context = current()  # the request that it is for; publishing is done by a task of nobody's
         self.num_stored = 0
         self.closed = False  # takes no more: a block was dropped or refused, and those after it have no parent
         self.broken = False  # a queued block was not stored: those queued behind it are not sent
@@ -247,7 +249,9 @@ class BlockPublisher:
             while True:
                 self._work.clear()
                 while self._queue:
-                    await self._publish(*self._next_batch())
+                    publication, batch = self._next_batch()
+                    with within(publication.context):
+                        await self._publish(publication, batch)
                 await self._work.wait()
         finally:
             self._drop_queued()

@@ -21,6 +21,7 @@ from headrace.core.limits import CHAIN_BLOCKS_MAX, LEASE_BLOCKS_MAX, STORE_CALL_
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import AlreadyStored, Lease, NotStored
 from headrace.core.retention import Retention
+from headrace.telemetry.request_context import outgoing_metadata
 from headrace.transfer.channels import Channels
 from headrace.transfer.fault_status import cache_faults
 from headrace.transfer.lost_claims import LostClaims
@@ -194,4 +195,4 @@ class StoreCalls:
     ) -> Any:
         timeout_s = min(deadline.left_s(), wait_s + STORE_CALL_TIMEOUT_MS / 1_000)
         with cache_faults(self.record.node_id, lease_id=lease_id, block_hash=block_hash):
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=outgoing_metadata())

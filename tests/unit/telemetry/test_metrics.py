@@ -105,6 +105,6 @@ def test_two_servers_take_free_ports_and_give_them_back():
     finally:
         first.close()
         second.close()
-    again = start_metrics_server(metrics.registry, "127.0.0.1", first.port)
+    again = start_metrics_server(metrics.registry, "127.0.0.1", (first.port,))
     again.close()
     again.close()
