@@ -61,11 +61,14 @@ class GatewayReplica:
         self, settings: dict[str, Any], decode: DeploymentHandle, prefill: DeploymentHandle | None
     ) -> None:
         from headrace.compose import build_gateway
+        from headrace.telemetry.logs import set_up_logs
 
         self._callers = CallersPresent()
         calls = RayWorkerCalls(prefill=prefill, decode=decode, clock=SystemClock())
         gateway_id = serve.get_replica_context().replica_id.unique_id
-        self._gateway = build_gateway(config_here(settings), calls=calls, gateway_id=gateway_id)
+        config = config_here(settings)
+        set_up_logs(config.telemetry.log_format, part="gateway", instance_id=gateway_id)
+        self._gateway = build_gateway(config, calls=calls, gateway_id=gateway_id)
         await self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> Any:

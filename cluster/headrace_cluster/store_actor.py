@@ -9,8 +9,8 @@ cluster. What a store node does is in `store/`.
 """
 
 import asyncio
+import logging
 import os
-import traceback
 from typing import Any
 
 import ray
@@ -18,6 +18,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.config import Config, config_to_flat, load_config
+
+log = logging.getLogger(__name__)
 
 STORE_NAMESPACE = "headrace"
 STORE_NAME_PREFIX = "headrace-store:"
@@ -31,9 +33,12 @@ class StoreActor:
     """Runs `serve_store_node` for as long as the actor lives."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:
-        from headrace.compose import build_store_node
+        from headrace.compose import build_store_node, node_id
+        from headrace.telemetry.logs import set_up_logs
 
-        self._node = build_store_node(config_here(settings))
+        config = config_here(settings)
+        set_up_logs(config.telemetry.log_format, part="store node", instance_id=node_id(config.store))
+        self._node = build_store_node(config)
         await self._node.start()
         self._watch = asyncio.create_task(self._end_when_failed())
 
@@ -51,7 +56,7 @@ class StoreActor:
         try:
             await self._node.failed()
         except Exception:
-            traceback.print_exc()
+            log.critical("the store node's background work died; its process ends and is started again", exc_info=True)
             os._exit(1)
 
 

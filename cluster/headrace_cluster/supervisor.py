@@ -6,6 +6,7 @@ joins none (`address="local"`), its session lies in a directory of its own, its 
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -14,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,6 +30,7 @@ from headrace.compose import arena_path, own_disk_path
 from headrace.config import ClusterSettings, Config, GatewaySettings, NetworkSettings, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid, HeadraceError
 from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
+from headrace.telemetry.logs import set_up_logs
 from headrace.transfer.channels import open_blocking_channel
 from headrace.transfer.check_network import is_loopback, name_to_call
 from headrace.transfer.tls_files import tls_of_client
@@ -38,6 +39,8 @@ from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, Instance
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, serve_app
 from headrace_cluster.store_actor import stop_store_actors
 from headrace_cluster.tenants_copy import TenantsCopy
+
+log = logging.getLogger(__name__)
 
 # Loading a large model from a slow disk takes minutes; a deployment that is not up by then never will be.
 READY_TIMEOUT_S = 600.0
@@ -74,6 +77,7 @@ class Supervisor:
             # Two instances on one host must not share an arena.
             settings["node_id"] = f"{socket.gethostname()}-{instance_id}"
         self._config = load_config(settings, environ={})
+        set_up_logs(self._config.telemetry.log_format, part="supervisor", instance_id=instance_id)
         called_by = tls_to_call(self._config.network)
         self._tls = tls_of_client(**called_by)
         self._state = InstanceState(
@@ -104,7 +108,7 @@ class Supervisor:
             self._say("stopped")
             return 0
         except Exception as error:
-            traceback.print_exc()
+            log.error("the system does not start", exc_info=error)
             self._say(
                 str(error) if isinstance(error, HeadraceError | StartFailed) else f"{type(error).__name__}: {error}"
             )
@@ -203,13 +207,13 @@ class Supervisor:
             time.sleep(1.0)
             wrong = self._tenants.follow() if self._tenants is not None else ""
             if wrong:
-                print(wrong, flush=True)
+                log.warning("%s", wrong)
             if self._index is not None and not self._index.alive():
-                print("the embedded index died; starting it again", flush=True)
+                log.warning("the embedded index died; starting it again")
                 try:
                     self._index.start()
                 except EmbeddedValkeyFailed as error:  # tried again in a second; until then lookups miss
-                    print(error, flush=True)
+                    log.warning("%s", error)
 
     def _port(self, key: str, host: str, wanted: int) -> int:
         """The wanted port; another one when it was left to us (0) or is a default that is taken."""

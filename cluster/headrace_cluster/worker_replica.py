@@ -65,11 +65,13 @@ class WorkerReplica:
 
     async def __init__(self, settings: dict[str, Any], role: str) -> None:
         from headrace.compose import build_worker
+        from headrace.telemetry.logs import set_up_logs
 
         self._callers = CallersPresent()
         config = self._config = config_here(settings)
-        await ensure_store_actor(config)
         self._worker_id = WorkerId(serve.get_replica_context().replica_id.unique_id)
+        set_up_logs(config.telemetry.log_format, part="worker", instance_id=self._worker_id)
+        await ensure_store_actor(config)
         self._worker = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)
         await self._worker.start()
 

@@ -137,16 +137,26 @@ async def test_a_collector_that_is_slow_or_away_harms_no_request_and_is_told_of_
             await answered(system)  # while a message to the collector is under way
             collector.takes.set()
             await system.flushed()
-    assert collector.spans
-    caplog.clear()
-    tracing = start_tracing("http://127.0.0.1:1", part="gateway")
-    for _ in range(3):
-        with tracing.start("a request", begins=True).ended():
-            pass
-        await tracing.flush()
-    await tracing.close()
+        assert collector.spans
+        caplog.clear()
+        collector.refuses = True
+        tracing = start_tracing(endpoint, part="gateway")
+        for _ in range(3):
+            with tracing.start("a request", begins=True).ended():
+                pass
+            await tracing.flush()
+        await tracing.close()
     told = [record for record in caplog.records if "collector" in record.message or "xport" in record.message]
     assert len(told) == 1, [record.message for record in told]
+
+
+async def test_a_process_ends_although_its_collector_is_away():
+    """Fails when the end of a process waits for a collector that is not there, or a span is lost by an exception."""
+    tracing = start_tracing("http://127.0.0.1:1", part="gateway")
+    with tracing.start("a request", begins=True).ended():
+        pass
+    async with asyncio.timeout(60):
+        await tracing.close()
 
 
 async def answered(system: ComposedSystem) -> None:
@@ -173,8 +183,8 @@ async def test_what_the_collector_does_not_take_is_bounded(caplog):
 def test_without_an_endpoint_nothing_is_traced_and_the_library_is_not_imported():
     """Fails when a process pays for tracing that nobody asked for."""
     assert start_tracing("", part="gateway") is None
-    code = "import headrace.compose, headrace.gateway.service, headrace.telemetry.traced_ports, sys"
-    code += "; import headrace.telemetry.served_calls, headrace.store.service, headrace.transfer.trace_rpcs"
+    code = "import headrace.compose, headrace.gateway.trace_request, headrace.telemetry.served_calls, sys"
+    code += "; import headrace.transfer.trace_rpcs"
     code += "; print([name for name in sys.modules if name.startswith('opentelemetry')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -45,10 +45,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self.takes = asyncio.Event()
         self.takes.set()
         self.asked = asyncio.Event()
+        self.refuses = False
 
     async def Export(self, request: Any, context: Any) -> Any:
         self.asked.set()
         await self.takes.wait()
+        if self.refuses:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not from you")
         self.raw += request.SerializeToString()
         for resource_spans in request.resource_spans:
             service = _values(resource_spans.resource.attributes)["service.name"]
