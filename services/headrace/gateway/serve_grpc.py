@@ -7,11 +7,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.core.errors import DeadlineExceeded
+from headrace.core.front_door_limits import UNREAD_TIMEOUT_MS
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX
 from headrace.gateway.admin_grpc import CacheAdminRpc
 from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
 from headrace.gateway.refuse_call import refuse_call
 from headrace.gateway.service import GatewayService
+from headrace.gateway.write_message import write_message
 from headrace.transfer.channels import bind_server, build_server
 from headrace.transfer.tls_files import Tls
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -23,6 +26,7 @@ async def serve_grpc(
     address: str,
     channel_to: Callable[[str], grpc.aio.Channel],
     tls: Tls | None = None,
+    unread_timeout_ms: int = UNREAD_TIMEOUT_MS,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server for Inference, CacheAdmin, health and reflection; returns it and its port. The caller stops it."""
     server = build_server(rpcs_max=2 * GATEWAY_INFLIGHT_MAX)  # beyond admission, so that callers are told to wait
@@ -30,9 +34,9 @@ async def serve_grpc(
     admin = CacheAdminRpc(service, channel_to=channel_to, refuse=refuse_call)
     health = HealthRpc(service, refuse=refuse_call)
     registrations: list[tuple[Any, Any]] = [
-        (inference_pb2_grpc.add_InferenceServicer_to_server, _Closing(inference, "Generate")),
+        (inference_pb2_grpc.add_InferenceServicer_to_server, _Closing(inference, "Generate", unread_timeout_ms)),
         (admin_pb2_grpc.add_CacheAdminServicer_to_server, admin),
-        (health_pb2_grpc.add_HealthServicer_to_server, _Closing(health, "Watch")),
+        (health_pb2_grpc.add_HealthServicer_to_server, _Closing(health, "Watch", unread_timeout_ms)),
     ]
     for register, servicer in registrations:
         register(servicer, server)
@@ -43,25 +47,30 @@ async def serve_grpc(
 
 
 class _Closing:
-    """A servicer whose streaming method closes its generator itself when the call ends.
+    """A servicer whose streaming method closes its generator itself when the call ends, or its client stops reading.
 
     grpc.aio drops a generator whose call is cancelled between two messages and leaves its clean-up to the garbage
     collector; a cancelled request must end on the worker at once.
     """
 
-    def __init__(self, servicer: Any, streaming: str) -> None:
+    def __init__(self, servicer: Any, streaming: str, unread_timeout_ms: int) -> None:
         self._servicer = servicer
-        setattr(self, streaming, _closing(getattr(servicer, streaming)))
+        setattr(self, streaming, _closing(getattr(servicer, streaming), unread_timeout_ms))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._servicer, name)
 
 
-def _closing(method: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Callable[[Any, Any], Awaitable[None]]:
+def _closing(
+    method: Callable[[Any, Any], AsyncGenerator[Any, None]], unread_timeout_ms: int
+) -> Callable[[Any, Any], Awaitable[None]]:
     async def handle(request: Any, context: Any) -> None:
-        async with aclosing(method(request, context)) as messages:
-            async for message in messages:
-                await context.write(message)
+        try:
+            async with aclosing(method(request, context)) as messages:
+                async for message in messages:
+                    await write_message(context, message, timeout_ms=unread_timeout_ms)
+        except DeadlineExceeded as unread:
+            await refuse_call(context, unread)
 
     return handle
 
