@@ -94,7 +94,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     async def _hang(self) -> None:
         self.hanging.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -396,7 +396,7 @@ def small_gateway() -> Iterator[SmallGateway]:
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(_serve(gateway, started, stop)), daemon=True)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     yield gateway
     loop.call_soon_threadsafe(stop.set)
     thread.join(10)

@@ -40,7 +40,7 @@ def generate(channel, timeout=20, **fields):
 
 
 async def until(condition):
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - the far side of a socket tells nobody here
             await asyncio.sleep(0.01)
 
@@ -133,21 +133,22 @@ async def test_the_requests_own_deadline_ends_it(model_path):
 
 @pytest.mark.parametrize("how", ["cancelled", "client deadline", "channel closed"])
 @pytest.mark.parametrize("when", ["before the first token", "in mid-stream"])
-async def test_a_call_that_its_client_gives_up_ends_on_the_worker_within_a_second(model_path, how, when):
-    """Fails when a cancelled, expired or cut call keeps a worker busy."""
+async def test_a_call_that_its_client_gives_up_ends_on_the_worker(model_path, how, when):
+    """Fails when a cancelled, expired or cut call keeps a worker busy: it would be for a minute at least."""
     async with served(model_path, WORKERS[0]) as (gateway, channel):
         worker = gateway.worker("d0")
-        worker.hangs, worker.token_seconds = when == "before the first token", 0.01
-        call = generate(channel, sampling={"max_tokens": 200}, timeout=0.4 if how == "client deadline" else 20)
-        await anext(aiter(call))
-        await until(lambda: worker.open_calls)
-        await asyncio.sleep(0.05)
+        worker.hangs, worker.token_seconds = when == "before the first token", 0.3
+        call = generate(channel, sampling={"max_tokens": 200}, timeout=2 if how == "client deadline" else 120)
+        if how == "client deadline":
+            with pytest.raises(grpc.aio.AioRpcError):
+                await drain(call)
+            assert worker.calls, "its time was over before it began"
+        else:
+            await until(lambda: worker.open_calls and (worker.hangs or worker.tokens_made))
         if how == "cancelled":
             call.cancel()
         elif how == "channel closed":
             await channel.close()
-        else:
-            await asyncio.sleep(0.4)
         await until(lambda: gateway.service.inflight == 0)
         gateway.assert_at_rest()
 

@@ -28,7 +28,7 @@ async def served(model_path, *records, **options):
         server.install_signal_handlers = lambda: None
         serving = asyncio.create_task(server.serve())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
                     await asyncio.sleep(0.01)
             port = server.servers[0].sockets[0].getsockname()[1]
@@ -48,7 +48,7 @@ def only_decode_call(gateway):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - the far side of a socket tells nobody here
             await asyncio.sleep(0.01)
 
@@ -224,20 +224,20 @@ async def test_an_error_after_the_first_token_is_an_event_of_the_stream(model_pa
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["before the first token", "in mid-stream"])
-async def test_a_client_that_leaves_stops_its_workers_within_a_second(model_path, stream, when):
-    """Fails when a closed connection keeps a worker busy."""
+async def test_a_client_that_leaves_stops_its_workers(model_path, stream, when):
+    """Fails when a closed connection keeps a worker busy: it would be for a minute at least."""
     async with served(model_path) as (gateway, url):
         for worker in gateway.calls.workers.values():
-            worker.hangs, worker.token_seconds = when == "before the first token", 0.02
+            worker.hangs, worker.token_seconds = when == "before the first token", 0.5
         body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 150, "stream": stream}
         async with httpx.AsyncClient() as client:
-            asking = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json=body, timeout=30))
-            await until(lambda: any(w.open_calls for w in gateway.calls.workers.values()))
-            await asyncio.sleep(0.1)
+            asking = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json=body, timeout=120))
+            await until(
+                lambda: any(w.open_calls and (w.hangs or w.tokens_made) for w in gateway.calls.workers.values())
+            )
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        async with asyncio.timeout(1):
-            await until(lambda: gateway.service.inflight == 0)
+        await until(lambda: gateway.service.inflight == 0)
         gateway.assert_at_rest()
 
 

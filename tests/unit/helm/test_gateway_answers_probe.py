@@ -16,7 +16,7 @@ def readiness_path() -> str:
 
 async def loaded(service) -> None:
     """Returns when the gateway has its tokenizer, as the kubelet asks until it has."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not service.ready():  # noqa: ASYNC110  (the service tells nobody that it became ready)
             await asyncio.sleep(0.02)
 

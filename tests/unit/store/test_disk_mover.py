@@ -36,7 +36,9 @@ async def test_a_read_that_was_given_up_keeps_its_reader_until_the_disk_answers(
     aside = hang(tmp_path)
     mover = DiskMover(kit.node, kit.tier, SystemClock())
     reads = [asyncio.create_task(mover.read(prompt.namespace, prompt.chain[0])) for _ in range(DISK_READERS)]
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        while not mover._reads.locked():  # noqa: ASYNC110 (a reader tells nobody that it hangs)
+            await asyncio.sleep(0.01)
     for read in reads:
         read.cancel()
     await asyncio.wait(reads)

@@ -58,7 +58,7 @@ class World:
         return (await self.index.longest_prefix(prompt.namespace, prompt.chain)).of(HOLDER)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110 (the queue has no event for "empty")
                 await asyncio.sleep(0.005)
 
