@@ -104,6 +104,27 @@ true
 {{- printf "%s://%s%s:%s/%s%d%s" $scheme $who (include "headrace.redisHost" .) (include "headrace.redisPort" .) $primary (int $redis.database) $query -}}
 {{- end -}}
 
+{{/* First port of metrics: a store node's. The parts beside it have the next ones. */}}
+{{- define "headrace.metricsPort" -}}9400{{- end -}}
+
+{{/* "true" where something listens for others without TLS between pods or without keys, so that only the network policies
+keep strangers out. KV events know no TLS. */}}
+{{- define "headrace.insecure" -}}
+{{- $events := or (get .Values.settings "kv_events_endpoint") (get .Values.settings "kv_events_replay_endpoint") -}}
+{{- if or (not .Values.tls.authoritySecret.name) (not .Values.tenants.secretName) $events -}}true{{- end -}}
+{{- end -}}
+
+{{/* The name by which pods call the gateways' Service; its certificate has it. */}}
+{{- define "headrace.gatewayHost" -}}
+{{ include "headrace.fullname" . }}-gateway{{ if .Values.tls.callersSecret.name }}.{{ .Release.Namespace }}.svc{{ end }}
+{{- end -}}
+
+{{/* Port of the collector of traces. */}}
+{{- define "headrace.collectorPort" -}}
+{{- $host := regexReplaceAll "^https?://([^/]*).*$" (get .Values.settings "otlp_endpoint") "${1}" -}}
+{{- regexFind "[0-9]+$" (regexFind ":[0-9]+$" $host) | default "4317" -}}
+{{- end -}}
+
 {{/* Refuses values that cannot work together, with what to change. */}}
 {{- define "headrace.check" -}}
 {{- $s := .Values.settings -}}
@@ -130,6 +151,9 @@ true
 {{- end -}}
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) -}}
 {{- fail "grpcRoute.parentRefs is needed with grpcRoute.enabled" -}}
+{{- end -}}
+{{- if and (include "headrace.insecure" .) (not .Values.networkPolicies.enabled) -}}
+{{- fail "without networkPolicies.enabled anybody in the cluster reaches the pods: set tls.authoritySecret.name (TLS between pods) and tenants.secretName (keys), and no kv_events_endpoint, or leave the policies on" -}}
 {{- end -}}
 {{- $public := or .Values.ingress.enabled .Values.httpRoute.enabled .Values.grpcRoute.enabled (ne .Values.service.type "ClusterIP") -}}
 {{- if and $public (not .Values.tenants.secretName) -}}

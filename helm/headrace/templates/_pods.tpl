@@ -38,6 +38,63 @@
   {{- end }}
 {{- end -}}
 
+{{/* By which Ray's own connections speak TLS. */}}
+{{- define "headrace.rayTls" -}}
+- name: RAY_USE_TLS
+  value: "1"
+- name: RAY_TLS_SERVER_CERT
+  value: /etc/headrace/tls/cert.pem
+- name: RAY_TLS_SERVER_KEY
+  value: /etc/headrace/tls/key.pem
+- name: RAY_TLS_CA_CERT
+  value: /etc/headrace/tls/ca.pem
+{{- end -}}
+
+{{/* Makes the pod's certificate: it names the address by which others call the pod, which nobody knows before. Only this
+container reads the authority's private key. */}}
+{{- define "headrace.certificateContainer" -}}
+{{- $root := .root -}}
+{{- $values := $root.Values -}}
+{{- $service := printf "%s-gateway" (include "headrace.fullname" $root) -}}
+- name: certificate
+  image: {{ include "headrace.image" $root | quote }}
+  imagePullPolicy: {{ $values.image.pullPolicy }}
+  securityContext:
+    {{- include "headrace.containerSecurity" $root | nindent 4 }}
+  env:
+    - name: POD_IP
+      valueFrom:
+        fieldRef:
+          fieldPath: status.podIP
+  command:
+    - /bin/sh
+    - -c
+    - |
+      set -e
+      umask 077
+      made=$(mktemp -d)
+      cp /etc/headrace/authority/{{ $values.tls.authoritySecret.certificate }} "$made/ca.pem"
+      cp /etc/headrace/authority/{{ $values.tls.authoritySecret.privateKey }} "$made/ca.key"
+      headrace certs create "$made" --days {{ int $values.tls.days }} --host "$POD_IP" --host localhost --host 127.0.0.1 \
+        --host "*.{{ $root.Release.Namespace }}.svc" --host "*.{{ $root.Release.Namespace }}.svc.{{ $values.tls.clusterDomain }}"
+      cp "$made/ca.pem" "$made/cert.pem" "$made/key.pem" /etc/headrace/tls/
+      rm -r "$made"
+  resources:
+    requests:
+      cpu: 100m
+      memory: 128Mi
+    limits:
+      memory: 256Mi
+  volumeMounts:
+    - name: authority
+      mountPath: /etc/headrace/authority
+      readOnly: true
+    - name: tls
+      mountPath: /etc/headrace/tls
+    - name: tmp
+      mountPath: /tmp
+{{- end -}}
+
 {{/* Environment that all Ray processes share. */}}
 {{- define "headrace.environment" -}}
 {{- $values := .Values -}}
@@ -60,6 +117,9 @@
 {{- if and $values.ray.gcsFaultTolerance (include "headrace.redisTls" .) $values.redis.external.caSecret.name }}
 - name: RAY_REDIS_CA_CERT
   value: /etc/headrace/redis-ca/{{ $values.redis.external.caSecret.key }}
+{{- end }}
+{{- if $values.tls.authoritySecret.name }}
+{{ include "headrace.rayTls" . }}
 {{- end }}
 {{- if $values.tenants.secretName }}
 - name: HEADRACE_API_KEY
@@ -145,6 +205,10 @@ spec:
           {{- include "headrace.selector" $root | nindent 10 }}
           app.kubernetes.io/component: {{ .component }}
   {{- end }}
+  {{- if $values.tls.authoritySecret.name }}
+  initContainers:
+    {{- include "headrace.certificateContainer" . | nindent 4 }}
+  {{- end }}
   containers:
     - name: {{ ternary "ray-head" "ray-worker" $isHead }}
       image: {{ include "headrace.image" $root | quote }}
@@ -153,8 +217,12 @@ spec:
         {{- include "headrace.containerSecurity" $root | nindent 8 }}
       env:
         {{- include "headrace.environment" $root | nindent 8 }}
-      {{- if or $isHead $isGateway }}
       ports:
+        {{- $first := include "headrace.metricsPort" $root | int }}
+        {{- range $number := until (include "headrace.partsInPod" . | int) }}
+        - name: metrics-{{ $number }}
+          containerPort: {{ add $first $number }}
+        {{- end }}
         {{- if $isHead }}
         - name: gcs-server
           containerPort: 6379
@@ -169,7 +237,6 @@ spec:
         - name: grpc
           containerPort: 9000
         {{- end }}
-      {{- end }}
       resources:
         requests:
           {{- toYaml $pods.resources.requests | nindent 10 }}
@@ -185,7 +252,7 @@ spec:
               - -c
               - |
                 {{- if .withArena }}
-                timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$HOSTNAME" --address {{ include "headrace.fullname" $root }}-gateway:9000 || true
+                timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$HOSTNAME" --address {{ include "headrace.gatewayHost" $root }}:9000{{ if $values.tls.callersSecret.name }} --tls-ca-file /etc/headrace/callers/{{ $values.tls.callersSecret.authority }}{{ end }} || true
                 {{- end }}
                 {{- if $isGateway }}
                 sleep {{ $values.drain.gatewaySeconds }}
@@ -206,6 +273,16 @@ spec:
         {{- if and .withArena (gt (float64 $values.settings.disk_gb) 0.0) }}
         - name: blocks
           mountPath: /var/lib/headrace/blocks
+        {{- end }}
+        {{- if $values.tls.authoritySecret.name }}
+        - name: tls
+          mountPath: /etc/headrace/tls
+          readOnly: true
+        {{- end }}
+        {{- if $values.tls.callersSecret.name }}
+        - name: callers
+          mountPath: /etc/headrace/callers
+          readOnly: true
         {{- end }}
         {{- if $values.tenants.secretName }}
         - name: tenants
@@ -252,6 +329,20 @@ spec:
         sizeLimit: {{ $diskMb }}Mi
       {{- end }}
     {{- end }}
+    {{- if $values.tls.authoritySecret.name }}
+    - name: tls
+      emptyDir:
+        medium: Memory
+        sizeLimit: 1Mi
+    - name: authority
+      secret:
+        secretName: {{ $values.tls.authoritySecret.name }}
+    {{- end }}
+    {{- if $values.tls.callersSecret.name }}
+    - name: callers
+      secret:
+        secretName: {{ $values.tls.callersSecret.name }}
+    {{- end }}
     {{- if $values.tenants.secretName }}
     - name: tenants
       secret:
@@ -265,6 +356,22 @@ spec:
       secret:
         secretName: {{ $values.redis.external.caSecret.name }}
     {{- end }}
+{{- end -}}
+
+{{/* Parts of a pod that have metrics: gateways and workers, and one store node. Its port is left free where there is none. */}}
+{{- define "headrace.partsInPod" -}}
+{{- $values := .root.Values -}}
+{{- $settings := $values.settings -}}
+{{- $decode := int $values.decodePods.perPod -}}
+{{- $prefill := ternary (int $values.prefillPods.perPod) 0 (gt (int $settings.prefill_workers) 0) -}}
+{{- if eq .component "gateway" -}}2
+{{- else if eq .component "prefill" -}}{{ add 1 $prefill }}
+{{- else if eq .component "decode" -}}{{ add 1 $decode }}
+{{- else if eq .component "both" -}}{{ add 1 $decode $prefill }}
+{{- else if $values.head.runsWork -}}
+{{ add 1 (int $settings.gateways) (max (int $settings.decode_workers) (int $settings.decode_workers_max)) (ternary (max (int $settings.prefill_workers) (int $settings.prefill_workers_max)) 0 (gt (int $settings.prefill_workers) 0)) }}
+{{- else -}}0
+{{- end -}}
 {{- end -}}
 
 {{- define "headrace.podSecurity" -}}
@@ -293,7 +400,8 @@ capabilities:
 {{/*
 Alive: this node's raylet runs. It does not ask Redis, and a head that cannot be reached is no fault of its own.
 Ready: the head's control store answers (KubeRay deploys to no head that is not ready, so it cannot wait for gateways);
-a gateway's pod could serve a request now; a worker's raylet runs.
+a gateway's pod could serve a request now; in a worker's pod a worker has loaded its model, since its metrics have the port
+after the store node's from then on.
 */}}
 {{- define "headrace.probes" -}}
 {{- $probes := .root.Values.probes -}}
@@ -317,9 +425,12 @@ readinessProbe:
     {{- else if eq .component "gateway" }}
     path: /ready
     port: 8000
+    {{- if .root.Values.tls.callersSecret.name }}
+    scheme: HTTPS
+    {{- end }}
     {{- else }}
-    path: /api/local_raylet_healthz
-    port: 52365
+    path: /metrics
+    port: {{ add (include "headrace.metricsPort" .root | int) 1 }}
     {{- end }}
   {{- include "headrace.probeTimes" $probes | nindent 2 }}
 {{- end -}}

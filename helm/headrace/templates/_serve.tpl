@@ -15,6 +15,13 @@
 {{- if $values.tenants.secretName -}}
 {{- $settings = set $settings "tenants_file" "/etc/headrace/tenants/tenants.yaml" -}}
 {{- end -}}
+{{- $settings = set $settings "metrics_port" (include "headrace.metricsPort" . | int) -}}
+{{- if $values.tls.authoritySecret.name -}}
+{{- $settings = merge (dict "tls_cert_file" "/etc/headrace/tls/cert.pem" "tls_key_file" "/etc/headrace/tls/key.pem" "tls_ca_file" "/etc/headrace/tls/ca.pem") $settings -}}
+{{- end -}}
+{{- if include "headrace.insecure" . -}}
+{{- $settings = set $settings "insecure_network" true -}}
+{{- end -}}
 {{- $prefill := gt (int $settings.prefill_workers) 0 -}}
 {{- $together := and $values.workersTogether $prefill -}}
 {{- $sharers := ternary (add (int $values.decodePods.perPod) (int $values.prefillPods.perPod)) (int $values.decodePods.perPod) $together -}}
@@ -22,6 +29,10 @@ proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
   port: 8000
+  {{- if $values.tls.callersSecret.name }}
+  ssl_certfile: /etc/headrace/callers/tls.crt
+  ssl_keyfile: /etc/headrace/callers/tls.key
+  {{- end }}
 grpc_options:
   port: 9000
   grpc_servicer_functions:

@@ -26,11 +26,19 @@ EVERYTHING: Values = {
     "grpcRoute": {"enabled": True, "parentRefs": [{"name": "outer"}], "hostnames": ["grpc.headrace.example"]},
     "monitoring": {
         "serviceMonitor": {"enabled": True, "apiKeySecret": "headrace-admin"},
+        "podMonitor": {"enabled": True},
         "prometheusRule": {"enabled": True},
         "grafanaDashboard": {"enabled": True},
     },
     "tenants": {"secretName": "headrace-tenants", "adminKeySecret": {"name": "headrace-admin"}},
-    "settings": {"hash_algorithm": "sha256", "disk_gb": 10, "decode_workers_max": 4, "prefill_workers_max": 3},
+    "tls": {"authoritySecret": {"name": "headrace-authority"}, "callersSecret": {"name": "headrace-callers"}},
+    "settings": {
+        "hash_algorithm": "sha256",
+        "disk_gb": 10,
+        "decode_workers_max": 4,
+        "prefill_workers_max": 3,
+        "otlp_endpoint": "http://collector.example:4317",
+    },
     "model": {"claimName": "models", "hub": {"enabled": True, "tokenSecret": {"name": "hub"}}},
     "ray": {"tokenSecret": "headrace-ray"},
     "diskTier": {"type": "claim", "storageClassName": "fast"},
@@ -41,6 +49,7 @@ EVERYTHING: Values = {
         "prometheus": [{"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}],
         "operator": {"namespaceLabels": {"kubernetes.io/metadata.name": "kuberay"}},
         "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
+        "collector": [{"ipBlock": {"cidr": "10.0.0.3/32"}}],
     },
     "image": {"pullSecrets": ["registry"]},
 }

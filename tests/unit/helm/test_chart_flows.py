@@ -10,6 +10,7 @@ import click
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2
+from helm_python import HelmError
 from prometheus_client import generate_latest
 from rendered_chart import (
     CHART,
@@ -22,10 +23,12 @@ from rendered_chart import (
     one,
     ray_pods,
     render,
+    serve_config,
     size,
 )
 
 from headrace.admin.cli import main
+from headrace.core.telemetry_limits import METRICS_PORTS
 from headrace.telemetry.metrics import Metrics
 from headrace.wire.v1 import admin_pb2, inference_pb2
 
@@ -79,6 +82,9 @@ def test_rays_ports_open_to_pods_of_the_release_and_to_the_operator_only(name: s
             elif policy == "operator":
                 assert ports == {8265, 8000}
                 assert rule["from"][0]["podSelector"]["matchLabels"]
+            elif policy == "metrics":
+                assert [(port["port"], port["endPort"]) for port in rule["ports"]] == [(9400, 9400 + METRICS_PORTS - 1)]
+                assert rule["from"]
             elif policy == "redis":
                 assert ports == {6379}
                 assert spec["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
@@ -154,7 +160,7 @@ def test_aliveness_asks_nobody_but_the_pods_own_ray(name: str):
         assert container["startupProbe"]["httpGet"] == own
         ready = container["readinessProbe"]["httpGet"]
         expected = {"head": ("/api/gcs_healthz", 8265), "gateway": ("/ready", 8000)}
-        assert (ready["path"], ready["port"]) == expected.get(component, (own["path"], own["port"]))
+        assert (ready["path"], ready["port"]) == expected.get(component, ("/metrics", 9401))
 
 
 @each
@@ -181,6 +187,78 @@ def test_the_drain_before_the_end_is_a_command_that_exists():
         assert {"--address"} <= {option for parameter in command.params for option in parameter.opts}
         assert words[5:] == ["$HOSTNAME", "--address", "demo-headrace-gateway:9000"]
         assert one(rendered("values"), "Service", "-gateway")
+
+
+def test_the_drain_checks_the_gateways_certificate_where_there_is_one():
+    (container,) = ray_pods(rendered("everything"))["decode"]["spec"]["containers"]
+    script = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    asked = "--address demo-headrace-gateway.inference.svc:9000 --tls-ca-file /etc/headrace/callers/ca.crt"
+    assert asked in script
+    assert "/etc/headrace/callers" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+@each
+def test_every_part_of_a_pod_has_a_port_for_its_metrics_that_the_monitor_names(name: str):
+    """Fails when a pod holds more parts than it declares ports for, or a monitor asks for fewer."""
+    config = serve_config(rendered(name))["applications"][0]["args"]
+    assert config["metrics_port"] == 9400
+    monitors = [m["spec"] for m in rendered(name) if m["kind"] == "PodMonitor"]
+    cluster = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]
+    for group in [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]:
+        offered = json.loads(json.loads(group["rayStartParams"].get("resources", '"{}"')))
+        (container,) = group["template"]["spec"]["containers"]
+        declared = {p["name"]: p["containerPort"] for p in container.get("ports", []) if "metrics-" in p["name"]}
+        # A store node has the first, and each gateway and worker one of the others.
+        needed = sum(offered.values()) + 1 if offered else 0
+        assert declared == {f"metrics-{number}": 9400 + number for number in range(needed)}
+        assert needed <= METRICS_PORTS
+        component = group["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+        for monitor in monitors:
+            (where,) = monitor["selector"]["matchExpressions"]
+            if component in where["values"]:
+                assert set(declared) <= {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]}
+            else:
+                assert set(offered) <= {"headrace_gateway"}
+    assert len(monitors) == (name in ("values-multinode", "everything", "external", "laptop"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://collector:4317", 4317),
+        ("https://collector.example/", 4317),
+        ("http://collector:5555/x", 5555),
+        ("http://[::1]:9", 9),
+    ],
+)
+def test_traces_may_leave_to_their_collectors_port(endpoint: str, port: int):
+    with_traces, without = (
+        one(render(values), "NetworkPolicy", "-headrace-ray")["spec"]["egress"]
+        for values in ({"settings": {"otlp_endpoint": endpoint}}, {})
+    )
+    assert [rule for rule in with_traces if rule not in without] == [{"ports": [{"port": port, "protocol": "TCP"}]}]
+
+
+def test_plain_text_and_no_keys_are_for_networks_with_policies_only():
+    """The setting follows from what is configured; nobody can leave it on when TLS and keys are there."""
+    keys = {"tenants": EVERYTHING["tenants"], "settings": {"hash_algorithm": "sha256"}}
+    tls = {"tls": {"authoritySecret": {"name": "authority"}}}
+    events = {"settings": {"kv_events_endpoint": "tcp://*:5557"}}
+    off = {"networkPolicies": {"enabled": False}}
+    for values, insecure in (
+        ({}, True),
+        (keys, True),
+        (tls, True),
+        (merged(keys, tls), False),
+        (merged(keys, tls, events), True),
+    ):
+        args = serve_config(render(values))["applications"][0]["args"]
+        assert args.get("insecure_network", False) is insecure
+        if insecure:
+            with pytest.raises(HelmError, match=r"without networkPolicies\.enabled"):
+                render(merged(values, off))
+        else:
+            assert render(merged(values, off))
 
 
 def test_only_the_head_gets_a_token_and_only_for_the_autoscaler():

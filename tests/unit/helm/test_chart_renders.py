@@ -45,7 +45,7 @@ from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMEN
 # KubeRay's definitions lie beside a checkout of some, and are no part of this repository.
 KUBERAY_CRDS = ROOT.parent / "shared" / "kuberay-crds"
 # Kinds of which neither Kubernetes' schemas nor KubeRay's tell.
-WITHOUT_SCHEMA = {"HTTPRoute", "GRPCRoute", "ServiceMonitor", "PrometheusRule"}
+WITHOUT_SCHEMA = {"HTTPRoute", "GRPCRoute", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 RENDERS: dict[str, Values] = {
     **{name: size(name) for name in SIZES},
@@ -126,6 +126,10 @@ def test_serve_and_headrace_take_the_config_that_the_service_carries(name: str, 
     variables = {v["name"]: v.get("value") for v in pods["head"]["spec"]["containers"][0]["env"]}
     url = variables["HEADRACE_REDIS_URL"] or "redis://from.a.secret:6379"
     monkeypatch.setenv("HEADRACE_REDIS_URL", url)
+    # The files of TLS are there in pods only; `test_pods_certificates.py` makes them.
+    without = [key for key in app.args if key.startswith("tls_")]
+    secure = [app.args.pop(key) for key in without] != [] and not app.args.get("insecure_network")
+    app.args["insecure_network"] = app.args.get("insecure_network", False) or secure
     settings = serve_app(app.args)._bound_deployment.init_args[0]
     assert settings["redis_url"] == url
     assert variables[CALLBACK_VARIABLE] == CALLBACK
@@ -207,7 +211,8 @@ def test_no_secret_is_in_plain_text(name: str):
     ]
     for variable in (v for pod in pods for c in pod["spec"]["containers"] for v in c.get("env", [])):
         if any(word in variable["name"] for word in ("PASSWORD", "TOKEN", "KEY", "AUTH")) and "value" in variable:
-            assert variable["name"] == "TOKENIZERS_PARALLELISM"
+            # A switch and the path of a file.
+            assert variable["name"] in ("TOKENIZERS_PARALLELISM", "RAY_TLS_SERVER_KEY")
         if "REDIS_URL" in variable["name"] and "value" in variable:
             password = variable["value"].rpartition("@")[0].rpartition(":")[2]
             assert password in ("", "$(HEADRACE_REDIS_PASSWORD)")
@@ -276,6 +281,9 @@ def test_ray_asks_for_its_token(name: str):
             {"redis": {"mode": "external", "external": {"host": "h", "username": "u"}, "passwordSecret": {"name": ""}}},
             "passwordSecret",
         ),
+        ({"networkPolicies": {"enabled": False}}, "tls.authoritySecret.name"),
+        ({"networkPolicies": {"enabled": False}, "tls": {"authoritySecret": {"name": "a"}}}, "tenants.secretName"),
+        ({"settings": {"insecure_network": True}}, "insecure_network"),
         ({"redis": {"external": {"username": "u", "usernameSecret": {"name": "s"}}}}, "two users"),
     ],
 )
