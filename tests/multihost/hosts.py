@@ -24,8 +24,8 @@ from typing import TypeVar
 NETWORK = "198.18.{number}."
 SWITCH, CLIENT = 254, 253
 SHARED_MEMORY_MB = 192
-# A locally administered address that no interface here has: frames to it go nowhere.
-NOBODY = "02:00:00:00:00:fe"
+# Locally administered addresses: one that no interface here has, so that frames to it go nowhere, and the switch's.
+NOBODY, BRIDGE = "02:00:00:00:00:fe", "02:00:00:00:00:01"
 # Ray puts its sessions there unless told otherwise, and its sockets' paths must be short.
 RAY_DIRECTORY = Path("/tmp/ray")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
@@ -147,7 +147,7 @@ class Host(Namespace):
             try:
                 inside = os.stat(entry / "ns/pid").st_ino == here
                 line = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except (FileNotFoundError, ProcessLookupError):
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
             if inside and line and line.startswith(title):
                 found.append(int(entry.name))
@@ -178,7 +178,8 @@ class Network:
         self.number = _free_network()
         self.switch = self._namespace("switch", Namespace)
         self._cable = f"hrt{os.getpid()}"[:15]
-        self.switch.run("ip", "link", "add", "br0", "type", "bridge")
+        # An address of its own: else it has that of one of its ports, and another one when that port goes.
+        self.switch.run("ip", "link", "add", "br0", "address", BRIDGE, "type", "bridge")
         self.switch.run("ip", "addr", "add", f"{self.address_of(SWITCH)}/24", "dev", "br0")
         for interface in ("lo", "br0"):
             self.switch.run("ip", "link", "set", interface, "up")

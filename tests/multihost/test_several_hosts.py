@@ -3,17 +3,27 @@
 The tests share one cluster and are in the order of what they do to it.
 """
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
+import redis
 from fleet import BLOCK_TOKENS, TOKENS, Fleet, make_prompt
 from hosts import wait_until
+from ray_hosts import START_WITHIN_S
 
-from headrace.client.values import CacheOptions, GenerateResult
+from headrace.client.client import HeadraceClient
+from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling, TokenDelta
 from headrace.core.block import CacheSource
+from headrace.core.errors import HeadraceError
 from headrace.core.generation import CachedTokens
+from headrace.index.redis_keys import BLOCK_KEYS_PATTERN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCKS = 6
@@ -132,3 +142,127 @@ def test_over_a_slow_link_that_loses_packets_computing_overtakes_the_load(fleet:
     assert there.usage.cached.total == there.usage.cached.grpc
     wait_until_it_crosses(fleet)
     print(f"{there.usage.cached.grpc} of {LONG} tokens came, {lost} packets were lost")
+
+
+@dataclass
+class Outcome:
+    """What came of a load so far."""
+
+    right: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def load_on(fleet: Fleet) -> Iterator[Outcome]:
+    """Two callers at each host's proxy ask in turn; what they get is compared with what they got at rest."""
+    asked = [make_prompt(HIT + 1, seed=next(SEEDS)) for _ in range(8)]
+    expected = [fleet.cold(prompt) for prompt in asked]
+    outcome, ended, lock = Outcome(), threading.Event(), threading.Lock()
+
+    def call(client: HeadraceClient, number: int) -> None:
+        while not ended.wait(0.05):
+            number = (number + 1) % len(asked)
+            try:
+                tokens = client.generate(asked[number], sampling=TOKENS, timeout_s=120).token_ids
+            except HeadraceError as error:
+                said = f"{type(error).__name__}: {error}"
+            else:
+                said = "" if tokens == expected[number] else f"{tokens} instead of {expected[number]}"
+            with lock:
+                outcome.right += not said
+                outcome.wrong += [said] if said else []
+
+    with ThreadPoolExecutor(2 * len(fleet.clients)) as pool:
+        calls = [pool.submit(call, client, 4 * at) for client in fleet.clients.values() for at in range(2)]
+        try:
+            yield outcome
+        finally:
+            ended.set()
+            for each in calls:
+                each.result()
+
+
+def go_on(outcome: Outcome, *, what: str) -> None:
+    """Until the load has got some more answers."""
+    before = outcome.right
+    wait_until(lambda: outcome.right > before + 20, within_s=120, what=f"answers {what}")
+
+
+def member_ids(fleet: Fleet) -> set[str]:
+    status = fleet.client.status()
+    return {worker.worker_id for worker in status.workers} | {gateway.gateway_id for gateway in status.gateways}
+
+
+def test_new_settings_replace_workers_and_gateways_under_load_and_no_request_is_lost(fleet: Fleet):
+    """Fails when a request is sent to a replica that is going, or ends with it, or when what is cached goes, too."""
+    old, nodes = member_ids(fleet), fleet.client.status().store_nodes
+    kept = next(prompts())
+    fleet.ask(kept, on=fleet.a)
+    with load_on(fleet) as outcome:
+        go_on(outcome, what="before")
+        fleet.deploy(load_patience_ms=5_001)
+        wait_until(lambda: not old & member_ids(fleet), within_s=START_WITHIN_S, what="the end of all old replicas")
+        fleet.ray.wait_until_running()
+        wait_until(fleet.is_whole, within_s=START_WITHIN_S, what="all members")
+        go_on(outcome, what="after")
+    assert outcome.wrong == []
+    assert fleet.client.status().store_nodes == nodes
+    assert fleet.ask(kept, on=fleet.a, sources=FROM_MEMORY).usage.cached == CachedTokens(shared_memory=HIT)
+
+
+def test_without_its_head_the_cluster_serves_on_and_with_a_new_one_it_can_be_changed_again(fleet: Fleet):
+    """Fails when an answer needs Ray's head, or a head that comes back does not know what runs."""
+    head, members = fleet.ray.head, member_ids(fleet)
+    with load_on(fleet) as outcome:
+        go_on(outcome, what="before")
+        head.kill_processes()
+        go_on(outcome, what="without a head")
+        wait_until_it_crosses(fleet)
+        fleet.ray.start_ray(head, cpus=0)
+        fleet.ray.wait_until_running()
+        go_on(outcome, what="with a new head")
+        assert member_ids(fleet) == members
+    assert outcome.wrong == []
+    (killed,) = fleet.workers(fleet.b)
+    (pid,) = fleet.b.pids("ray::ServeReplica:headrace:DecodeWorker")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(
+        lambda: fleet.is_whole() and killed.worker_id not in member_ids(fleet),
+        within_s=START_WITHIN_S,
+        what="another worker in place of the one that was killed",
+    )
+    wait_until_it_crosses(fleet)
+
+
+def holders_in_index(fleet: Fleet) -> set[bytes]:
+    """Whoever has an entry of a block in Redis, dead or alive."""
+    with redis.Redis.from_url(fleet.ray.redis_url) as connection:
+        return {holder for key in connection.scan_iter(BLOCK_KEYS_PATTERN) for holder in connection.hkeys(key)}
+
+
+def test_a_host_that_dies_takes_its_own_streams_and_entries_and_another_takes_its_place(fleet: Fleet):
+    """Fails when streams of other hosts are touched, entries of a dead node stay in the index, requests are sent to it
+    for ever, or a host that joins gets neither store node nor worker."""
+    dead, prompt = fleet.b, next(prompts())
+    held = fleet.ask(prompt, on=dead)
+    (worker,) = fleet.workers(fleet.a)
+    long = Sampling(max_tokens=400, ignore_eos=True)
+    cache = CacheOptions(decode_worker=worker.worker_id)
+    quiet = fleet.client.generate(prompt, sampling=long, cache=COLD, timeout_s=120).token_ids
+    wait_until(lambda: b"node:b" in holders_in_index(fleet), within_s=60, what="entries of b")
+    with fleet.client.stream(prompt, sampling=long, cache=cache, timeout_s=120) as stream:
+        events = iter(stream)
+        begun = [next(events), next(events)]
+        dead.kill()
+        fleet.clients.pop("b").close()
+        streamed = [event.token_id for event in (*begun, *events) if isinstance(event, TokenDelta)]
+    assert tuple(streamed) == quiet
+    wait_until(
+        lambda: {node.node_id for node in fleet.client.status().store_nodes} == {"a"}, within_s=60, what="b gone"
+    )
+    assert fleet.client.generate(prompt, sampling=TOKENS, timeout_s=120).token_ids == held.token_ids
+    wait_until(lambda: b"node:b" not in holders_in_index(fleet), within_s=120, what="no entry of b")
+    new = fleet.ray.add_host("c", resources={"gateway": 1, "decode": 1})
+    fleet.clients["c"] = fleet.ray.client(new)
+    wait_until(lambda: fleet.is_whole() and fleet.workers(new), within_s=START_WITHIN_S, what="a worker on c")
+    assert {node.node_id for node in fleet.client.status().store_nodes} == {"a", "c"}
