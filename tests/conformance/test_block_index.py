@@ -115,13 +115,13 @@ async def test_entries_of_a_holder_that_never_announced_itself_are_not_returned(
 
 
 async def test_entries_die_with_their_holders_record(under_test):
-    await announce(under_test, A, ttl_ms=500)
+    await announce(under_test, A, ttl_ms=1_500)
     await announce(under_test, B)
     chain = make_chain(3)
     await register(under_test, A, chain)
     await register(under_test, B, chain[:1])
     assert await match(under_test, chain) == {A: 3, B: 1}
-    await under_test.pass_time_ms(600)
+    await under_test.pass_time_ms(1_600)
     assert await match(under_test, chain) == {B: 1}
 
 

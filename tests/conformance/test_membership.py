@@ -86,20 +86,20 @@ async def test_a_refresh_replaces_the_record(under_test):
 
 
 async def test_a_record_vanishes_when_it_is_not_refreshed(under_test):
-    await under_test.membership.announce(make_node("quiet"), ttl_ms=100)
-    await under_test.membership.announce(make_node("loud"), ttl_ms=100)
+    await under_test.membership.announce(make_node("quiet"), ttl_ms=2_000)
+    await under_test.membership.announce(make_node("loud"), ttl_ms=2_000)
     for _ in range(2):
-        await under_test.pass_time_ms(60)
-        await under_test.membership.announce(make_node("loud"), ttl_ms=100)
+        await under_test.pass_time_ms(1_100)
+        await under_test.membership.announce(make_node("loud"), ttl_ms=10_000)
     assert [node.node_id for node in await under_test.membership.store_nodes()] == ["loud"]
 
 
 async def test_announcing_tells_whether_the_record_stood_before(under_test):
     # The owner registers everything again on True; a False too many would leave its blocks unfindable for ever.
     announce = under_test.membership.announce
-    assert await announce(make_node(), ttl_ms=80) is True
-    assert await announce(make_node(), ttl_ms=80) is False
-    await under_test.pass_time_ms(120)
+    assert await announce(make_node(), ttl_ms=1_500) is True
+    assert await announce(make_node(), ttl_ms=1_500) is False
+    await under_test.pass_time_ms(1_600)
     assert await announce(make_node(), ttl_ms=TTL_MS) is True
     await under_test.membership.withdraw(make_node())
     assert await announce(make_node(), ttl_ms=TTL_MS) is True

@@ -46,7 +46,7 @@ class Streams:
 
 
 def stream_while(
-    system: LocalSystem, prompts: Sequence[list[int]], do: Callable[[], None], *, max_tokens: int, timeout_s: float = 30
+    system: LocalSystem, prompts: Sequence[list[int]], do: Callable[[], None], *, max_tokens: int, timeout_s: float = 60
 ) -> Streams:
     """Run all prompts' streams at once, and `do` when half of them have their first token."""
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
@@ -112,7 +112,7 @@ def long_streams(system: LocalSystem, count: int = 4) -> Iterator[None]:
 
 def sequences_on(ports: Sequence[int]) -> int:
     """Sequences on the workers of these metrics ports, asked directly: without proxy, gateway or announcement."""
-    pages = [httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text for port in ports]
+    pages = [httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text for port in ports]
     counts = [
         count for page in pages for count in re.findall(r"^headrace_engine_sequences{.*} (\S+)$", page, re.MULTILINE)
     ]
@@ -123,7 +123,7 @@ def sequences_on(ports: Sequence[int]) -> int:
 def wait_until_idle(system: LocalSystem) -> None:
     """No sequence on any worker. What a killed worker had leased in the store ends by its time limit only."""
     ports = metrics_ports(system)
-    wait_until(lambda: sequences_on(ports) == 0, within_s=4, what="no worker busy")
+    wait_until(lambda: sequences_on(ports) == 0, within_s=60, what="no worker busy")
 
 
 def metrics_ports(system: LocalSystem) -> list[int]:

@@ -26,7 +26,7 @@ def make_token_ids(count: int, *, seed: int) -> list[int]:
 
 
 def ask(
-    system: LocalSystem, token_ids: list[int], *, cache: CacheOptions = ANY, timeout_s: float = 30
+    system: LocalSystem, token_ids: list[int], *, cache: CacheOptions = ANY, timeout_s: float = 60
 ) -> GenerateResult:
     """Eight greedy tokens, within a deadline."""
     return system.client.generate(token_ids, sampling=EIGHT, cache=cache, timeout_s=timeout_s)

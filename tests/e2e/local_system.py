@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.client.client import HeadraceClient
 from headrace.config import Config, load_config
+from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace_cluster.local_instance import InstanceState
 
 BLOCK_TOKENS = 16
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def make_config(model: Path, state_dir: Path, **settings: object) -> Config:
             "pool_tokens": 2_048,
             "prefill_chunk_tokens": 64,
             "local_prefill_tokens": 32,
-            "load_patience_ms": 250,  # the model computes in no time, and these tests are about what is reused
+            "load_patience_ms": 10_000,  # the model computes in no time, and these tests are about what is reused
             "arena_mb": 16,
             "http_port": 0,
             "grpc_port": 0,
@@ -48,6 +51,18 @@ def make_config(model: Path, state_dir: Path, **settings: object) -> Config:
         },
         environ={},
     )
+
+
+def when_known(call: Callable[[], Result]) -> Result:
+    """What a call comes to that names a worker, as soon as whichever gateway is asked knows that one."""
+    give_up_at = time.monotonic() + 60
+    while True:
+        try:
+            return call()
+        except (InvalidRequest, WorkerUnavailable):
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(0.2)
 
 
 def wait_until(holds: Callable[[], bool], *, within_s: float, what: str) -> None:

@@ -19,8 +19,8 @@ def test_a_stalled_prefill_worker_costs_its_requests_the_patience_and_harms_nobo
     with paused(system.worker_pid(stalled)):
         began_s = time.monotonic()
         assert [result.token_ids for result in ask_all(system, prompts)] == expected
-        assert time.monotonic() - began_s < HAND_OFF_PATIENCE_MS_MAX / 1000 + 10
-    wait_until(lambda: stalled in system.worker_ids("prefill"), within_s=10, what="the worker announced again")
+        assert time.monotonic() - began_s < HAND_OFF_PATIENCE_MS_MAX / 1000 + 25
+    wait_until(lambda: stalled in system.worker_ids("prefill"), within_s=60, what="the worker announced again")
     wait_until_at_rest(system)
     assert [result.token_ids for result in ask_all(system, prompts)] == expected
 

@@ -15,7 +15,7 @@ CALLERS = 1_000
 
 def test_a_thousand_callers_at_once_are_answered_or_told_to_come_back(system: LocalSystem):
     """Fails when the front door breaks or hangs under a thousand connections, or a refusal does not say when to come
-    back; and when the system is not well ten seconds after."""
+    back; and when the system is not well a minute after."""
     model = system.client.list_models()[0].id
     base = system.state.http_url
     prompts = [make_token_ids(40, seed=130_000 + number) for number in range(8)]
@@ -29,7 +29,7 @@ def test_a_thousand_callers_at_once_are_answered_or_told_to_come_back(system: Lo
         return int(lines[0].split()[1]), any(line.startswith("retry-after:") for line in lines)
 
     async def storm() -> list[tuple[int, bool]]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             return await asyncio.gather(*(call(number) for number in range(CALLERS)))
 
     answers = asyncio.run(storm())
@@ -39,9 +39,9 @@ def test_a_thousand_callers_at_once_are_answered_or_told_to_come_back(system: Lo
     assert all(retry for status, retry in answers if status != 200)
     ended_s = time.monotonic()
     assert [result.token_ids for result in ask_all(system, prompts)] == before
-    assert time.monotonic() - ended_s < 10
+    assert time.monotonic() - ended_s < 60
     wait_until_at_rest(system)
-    wait_until(lambda: len(system.worker_ids("decode")) == 2, within_s=1, what="every worker still a member")
+    wait_until(lambda: len(system.worker_ids("decode")) == 2, within_s=10, what="every worker still a member")
 
 
 def test_a_hot_prefix_is_computed_a_few_times_and_served_by_both_workers(system: LocalSystem):

@@ -87,7 +87,7 @@ def test_all_gateways_killed_under_load_are_back_in_seconds_and_hit_as_before(sy
     ports = metrics_ports(system)
     with long_streams(system), ThreadPoolExecutor(1) as beside:
         whole = beside.submit(http_completions, system, prompts[:4], max_tokens=60, stream=False)
-        streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=60)
+        streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=120)
         assert whole.result() == ["200"] * 4
     streams.check_every_token()
     assert streams.cut_off
@@ -112,7 +112,7 @@ def test_the_controller_killed_under_load_touches_no_stream_and_no_worker(system
     def is_back() -> bool:
         return pids_of(system, "ServeController") not in ([], [killed])
 
-    wait_until(is_back, within_s=30, what="another controller")
+    wait_until(is_back, within_s=60, what="another controller")
     assert [result.token_ids for result in ask_all(system, prompts)] == [each[:8] for each in streams.expected]
     assert members(system) == before
 
@@ -125,7 +125,7 @@ def test_the_proxy_killed_under_load_is_back_soon_and_nothing_runs_on_behind_it(
     ports = metrics_ports(system)
     with long_streams(system), ThreadPoolExecutor(1) as beside:
         over_http = beside.submit(http_completions, system, prompts[:2], max_tokens=1_900, stream=True)
-        wait_until(lambda: sequences_on(ports) == 6, within_s=20, what="streams over gRPC and over HTTP")
+        wait_until(lambda: sequences_on(ports) == 6, within_s=60, what="streams over gRPC and over HTTP")
         streams = stream_while(system, prompts, lambda: kill_and_see_the_work_end([killed], ports), max_tokens=60)
         assert over_http.result() == ["RemoteProtocolError"] * 2, "an HTTP stream that was cut off does not look whole"
     streams.check_every_token()
@@ -138,7 +138,7 @@ def test_the_proxy_killed_under_load_is_back_soon_and_nothing_runs_on_behind_it(
         except HeadraceError:
             return False
 
-    wait_until(answers, within_s=30, what="answers through another proxy")
+    wait_until(answers, within_s=60, what="answers through another proxy")
     print(f"the proxy was away for {time.monotonic() - began_s:.1f} s")
     wait_until_at_rest(system)
     assert members(system) == before

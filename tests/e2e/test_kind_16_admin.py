@@ -44,7 +44,7 @@ def stored(system: LocalSystem, request: pytest.FixtureRequest) -> Stored:
     """Another prompt for each test."""
     prompt = Stored(tuple(make_token_ids(LENGTH, seed=160_000 + sum(request.node.name.encode()))))
     ask(system, list(prompt.token_ids))
-    wait_until(lambda: on_node(system, prompt) == FIVE, within_s=5, what="the prompt's blocks are stored")
+    wait_until(lambda: on_node(system, prompt) == FIVE, within_s=60, what="the prompt's blocks are stored")
     return prompt
 
 
@@ -87,7 +87,7 @@ def test_a_miss_is_explained_by_prompt_and_by_request_id(system: LocalSystem, st
     with system.client.stream(token_ids, sampling=EIGHT) as stream:
         request_id = next(iter(stream)).request_id
     assert not [report.error for report in system.client.evict(stored.whole, dry_run=False) if report.error]
-    wait_until(lambda: on_node(system, stored) == 0, within_s=5, what="the prompt's blocks are gone")
+    wait_until(lambda: on_node(system, stored) == 0, within_s=60, what="the prompt's blocks are gone")
     gone = system.client.why_miss(request_id=request_id)
     assert "evicted" in " ".join(reason.kind for reason in gone.reasons), gone.reasons
 
@@ -100,7 +100,7 @@ def test_a_prefix_travels_as_a_file_and_hits_when_it_is_back(system: LocalSystem
     system.client.evict(stored.whole, dry_run=False)
     assert on_node(system, stored) == 0
     assert cli(system, "cache", "import", file)["blocks"] == {"stored": FIVE}
-    wait_until(lambda: is_indexed(system, stored), within_s=5, what="every gateway has heard of the blocks")
+    wait_until(lambda: is_indexed(system, stored), within_s=60, what="every gateway has heard of the blocks")
     warm = ask(system, list(stored.token_ids))
     assert warm.token_ids == cold.token_ids
     assert warm.usage.cached.total == FIVE * BLOCK_TOKENS
@@ -184,7 +184,7 @@ def scrape(system: LocalSystem) -> dict[tuple[str, str], float]:
     urls = {name: f"http://127.0.0.1:{port}/metrics" for name, port in ports.items()}
     samples: dict[tuple[str, str], float] = {}
     for process, url in urls.items():
-        for line in httpx.get(url, timeout=10).text.splitlines():
+        for line in httpx.get(url, timeout=60).text.splitlines():
             if line and not line.startswith("#"):
                 series, _, value = line.rpartition(" ")
                 samples[(process, series)] = float(value)
@@ -205,12 +205,12 @@ def test_counters_never_fall_and_labels_do_not_grow_whatever_callers_do(system: 
         prompt = make_token_ids(chosen.randint(1, 300), seed=170_000 + number)
         if number % 4 == 0:
             body = {"model": f"no such model {number}", "prompt": "x"}
-            assert httpx.post(f"{system.state.http_url}/v1/completions", json=body, timeout=10).status_code == 404
+            assert httpx.post(f"{system.state.http_url}/v1/completions", json=body, timeout=60).status_code == 404
             return
         if number % 4 == 1:
             body = {"model": "", "prompt": prompt, "max_tokens": 2, "user": f"user {number}"}
             headers = {"x-request-id": "the same one"}
-            httpx.post(f"{system.state.http_url}/v1/completions", json=body, headers=headers, timeout=30)
+            httpx.post(f"{system.state.http_url}/v1/completions", json=body, headers=headers, timeout=60)
             return
         stream = system.client.stream(prompt, sampling=Sampling(max_tokens=300, ignore_eos=True), timeout_s=30)
         leaving = threading.Timer(chosen.random() * 0.3, stream.close)
@@ -239,12 +239,6 @@ def test_counters_never_fall_and_labels_do_not_grow_whatever_callers_do(system: 
 def test_admin_calls_progress_while_more_requests_run_than_workers_take_at_once(system: LocalSystem):
     """Fails when a call that needs a call of its own (to each worker, for its books) waits behind requests that are
     themselves waiting for workers."""
-    streams = [
-        system.client.stream(
-            make_token_ids(20, seed=175_000 + number), sampling=Sampling(max_tokens=80, ignore_eos=True)
-        )
-        for number in range(32)
-    ]
 
     def consume(stream) -> str:
         try:
@@ -253,10 +247,21 @@ def test_admin_calls_progress_while_more_requests_run_than_workers_take_at_once(
             return type(error).__name__
 
     with ThreadPoolExecutor(32) as pool:
-        outcomes = [pool.submit(consume, stream) for stream in streams]
-        for _ in range(3):
-            assert not [holder.error for holder in system.client.stat() if holder.error]
-            assert not system.client.list_blocks(limit=1).errors
-        assert not all(outcome.done() for outcome in outcomes), "void: nothing ran beside the admin calls"
+        for attempt in range(5):  # until something still runs after the admin calls
+            streams = [
+                system.client.stream(
+                    make_token_ids(20, seed=175_000 + 100 * attempt + number),
+                    sampling=Sampling(max_tokens=80, ignore_eos=True),
+                )
+                for number in range(32)
+            ]
+            outcomes = [pool.submit(consume, stream) for stream in streams]
+            for _ in range(3):
+                assert not [holder.error for holder in system.client.stat() if holder.error]
+                assert not system.client.list_blocks(limit=1).errors
+            if not all(outcome.done() for outcome in outcomes):
+                break
+        else:
+            raise AssertionError("void: nothing ran beside the admin calls")
         assert {outcome.result() for outcome in outcomes} <= {"ended after 80", "Overloaded"}
     wait_until_at_rest(system)
