@@ -29,7 +29,14 @@ NOT_EMPTY = [p for p in SOURCES if p.name != "__init__.py" or p.read_text(encodi
 REFERENCED = [p for p in SOURCES if p.name not in ("__init__.py", "__main__.py") and not p.stem.startswith("memory_")]
 LIMITS = [
     SERVICES / "core" / name
-    for name in ("limits.py", "index_limits.py", "draft_limits.py", "overtake_limits.py", "telemetry_limits.py", "front_door_limits.py")
+    for name in (
+        "limits.py",
+        "index_limits.py",
+        "draft_limits.py",
+        "overtake_limits.py",
+        "telemetry_limits.py",
+        "front_door_limits.py",
+    )
 ]
 VAGUE = ("utils", "common", "helpers", "manager", "base", "misc")
 
@@ -116,6 +123,21 @@ def test_every_limit_is_said_once_and_has_a_reader():
 def test_redis_keys_are_spelled_in_one_file():
     spelled = [str(p.relative_to(ROOT)) for p in SOURCES if "hr1:" in p.read_text(encoding="utf-8")]
     assert spelled == ["services/headrace/index/redis_keys.py"]
+
+
+def test_channels_and_ports_of_grpc_are_opened_in_one_file():
+    """Fails when there is a way between processes that knows nothing of TLS."""
+    opening = re.compile(r"\b(in)?secure_channel\(|\.add_(in)?secure_port\(")
+    opened = [name_of(p) for p in SOURCES if opening.search(p.read_text(encoding="utf-8"))]
+    assert opened == ["services/headrace/transfer/channels.py"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_who_opens_channels_says_by_which_certificates(path: Path):
+    """Fails for a part that would talk in plain text to others that do not."""
+    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Channels":
+            assert call.args or "bench" in path.parts, f"{name_of(path)}:{call.lineno}: Channels() without tls"
 
 
 def test_grpc_codes_appear_in_one_file_of_the_request_path():

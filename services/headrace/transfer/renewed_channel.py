@@ -76,6 +76,12 @@ class RenewedBlockingChannel(RenewedChannel):
     An old channel is let go and not closed, since closing would cancel its calls: it ends with the last of them.
     """
 
+    def now(self) -> Any:
+        """As RenewedChannel.now. Raises ValueError on a closed channel, as gRPC's own do."""
+        if self._closed:
+            raise ValueError("Cannot invoke RPC on closed channel!")
+        return super().now()
+
     def _retire(self, old: Any) -> None:
         """Nothing to do: whoever reads a stream holds what it needs."""
 
