@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from simulated_engine import LAYOUT
@@ -16,6 +17,7 @@ from headrace.core.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
 from headrace.core.generation import CacheControl, CachedTokens
 from headrace.core.limits import HAND_OFF_GRACE_MS, HAND_OFF_PATIENCE_MS_MIN, LEASE_TTL_MS
 from headrace.core.members import WorkerRole
+from headrace.core.step_costs import PrefillCost
 
 B = LAYOUT.block_tokens
 PROMPT = [token % 50 for token in range(10 * B + 2)]  # ten blocks and two tokens
@@ -142,6 +144,32 @@ async def test_a_prefill_that_stalls_is_overtaken_when_the_patience_is_over(worl
     await asked(gateway, max_tokens=200)
     assert PATIENCE_S <= gateway.first_token_s < PATIENCE_S + 1
     assert world.workers["decode-a"].engine.computed_tokens == len(PROMPT)
+
+
+@handing_off
+async def test_blocks_that_come_slower_than_they_are_computed_are_waited_for_no_longer_than_the_patience(
+    world, gateway
+):
+    """Fails when a prefill behind a slow link holds its request until the load's own time is over, 20 s."""
+    decode = world.workers["decode-a"]
+    decode.nodes.remote("b")._rates = FaultRates(delay_s=2.0)  # 20 blocks of a second each
+    load, prefill = decode.engine.load(), PrefillCost(base_s=0.01, tokens_per_s=1_000.0, attention_s=0.0)
+    decode.engine.load = lambda: replace(load, ahead=replace(load.ahead, prefill=prefill))
+    await asked(gateway, [token % 50 for token in range(20 * B + 2)])
+    assert gateway.first_token_s < PATIENCE_S + 3 * 2.0 + 2  # and up to three calls
+    assert decode.engine.computed_tokens > 2
+
+
+@handing_off
+async def test_a_prefill_that_computes_for_long_costs_no_budget(world, gateway):
+    """Fails when the time in which blocks are being computed counts as if they had been under way."""
+    decode = world.workers["decode-a"]
+    load, prefill = decode.engine.load(), PrefillCost(base_s=0.01, tokens_per_s=1_000.0, attention_s=0.0)
+    decode.engine.load = lambda: replace(load, ahead=replace(load.ahead, prefill=prefill))
+    world.workers["prefill-b"].engine._step = lambda: asyncio.sleep(0.9 * PATIENCE_S)
+    await asked(gateway)
+    assert gateway.first_token_s > 2 * PATIENCE_S
+    assert decode.engine.computed_tokens == 2
 
 
 @handing_off

@@ -12,7 +12,7 @@ can know sooner that nothing comes. Pure; the time comes in.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.overtake_limits import (
     OVERTAKE_END_MS,
@@ -56,6 +56,13 @@ class TransferBudget:
         missing = self.end_token - self.first_token - arrived_tokens
         fetch_left_s = seconds / arrived_tokens * missing if arrived_tokens else math.inf
         return fetch_left_s >= self._compute_s(at, self.end_token)
+
+    def of_the_rest(self, at_token: int, *, spent_s: float, patience_s: float) -> "TransferBudget":
+        """What is left of it, from a token on, when what is before was loaded in so many seconds, and the whole may
+        take `patience_s` beyond what it saves. Nothing is predicted: nobody knows how much can be had already."""
+        saved_s = self._compute_s(self.first_token, self.prompt_tokens) - self._compute_s(at_token, self.prompt_tokens)
+        left_s = patience_s + (1 + OVERTAKE_SHARE) * saved_s - spent_s
+        return replace(self, first_token=at_token, predicted_s=math.inf, round_trip_s=left_s)
 
     def _compute_s(self, start: int, end: int) -> float:
         return float(self.prefill.seconds(start, end))

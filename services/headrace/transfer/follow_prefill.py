@@ -39,27 +39,32 @@ async def follow_prefill(
 ) -> LoadedPrefix:
     """As `load_prefix`, and then each further block as it appears at the hand-off's node, up to `plan.end_block`.
 
-    Ends with what was loaded until then when the next block has not come within the patience, the node fails or a block
-    is in doubt. Raises nothing of the cache; cancellation passes through, and leaves nothing at the node.
+    Ends with what was loaded until then when the next block is not there within the patience, when what is there takes
+    so much longer to come than to be computed, the node fails or a block is in doubt. Raises nothing of the cache;
+    cancellation passes through, and leaves nothing at the node.
     """
     loaded = await load_prefix(prompt, block_ids, plan=plan, layout=layout, nodes=nodes, pool=pool, deadline=deadline)
     way = _way_to(hand_off.store_node, plan.sources, nodes)
     if way is None or any(isinstance(fault, BlockCorrupt) for fault in loaded.faults):
         return loaded
-    sources, faults = loaded.sources, loaded.faults
+    sources, faults, spent_s = loaded.sources, loaded.faults, 0.0
+    patience_s, block_tokens = hand_off.patience_ms / 1000, layout.block_tokens
+    budget = plan.budget
+    if budget is not None:
+        budget = replace(budget, first_token=block_tokens * (plan.first_block + len(sources)))
     while (at := plan.first_block + len(sources)) < plan.end_block:
         coming = replace(
             plan,
             first_block=at,
             sources=frozenset({way}),
             hint_nodes=(hand_off.store_node,),
-            budget=None,
+            budget=budget and budget.of_the_rest(at * block_tokens, spent_s=spent_s, patience_s=patience_s),
             wait_s=_patience_s(hand_off, deadline),
         )
         come = await load_prefix(
             prompt, block_ids, plan=coming, layout=layout, nodes=nodes, pool=pool, deadline=deadline
         )
-        sources, faults = sources + come.sources, faults + come.faults
+        sources, faults, spent_s = sources + come.sources, faults + come.faults, spent_s + come.spent_s
         if not come.sources or come.faults:
             break
     return LoadedPrefix(num_blocks=len(sources), sources=sources, faults=faults)

@@ -43,7 +43,7 @@ class LoadPlan:
     hint_nodes: tuple[str, ...] = ()  # node ids believed to hold the prefix, best first
     retention: Retention = KEEP  # what this use of the blocks asks for
     budget: TransferBudget | None = None  # when to compute the rest instead; None: never sooner than time ends
-    wait_s: float = 0.0  # how long each node is to wait for its first block while that is not there
+    wait_s: float = 0.0  # how long each node is to wait for its first block while that is not there; costs no budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,13 @@ class LoadedPrefix:
     """Blocks [first_block, first_block + num_blocks) are verified and in the pool; `sources` has one entry for each.
 
     `faults` is what went wrong with the cache on the way, for the counters; the blocks that count are good regardless.
+    `spent_s` is how long it took from the moment when the first block could be had.
     """
 
     num_blocks: int
     sources: tuple[CacheSource, ...]
     faults: tuple[CacheFault, ...] = ()
+    spent_s: float = 0.0
 
 
 async def load_prefix(
@@ -98,7 +100,8 @@ async def load_prefix(
     except DeadlineExceeded as late:
         load.faults.append(StoreUnavailable("(any)", late.what))
     sources = run.unbroken_sources()
-    return LoadedPrefix(num_blocks=len(sources), sources=sources, faults=tuple(load.faults))
+    spent_s = 0.0 if load.granted_s is None else limit.clock.now_s() - load.granted_s
+    return LoadedPrefix(num_blocks=len(sources), sources=sources, faults=tuple(load.faults), spent_s=spent_s)
 
 
 @dataclass(slots=True)
@@ -114,6 +117,7 @@ class _Load:
     run: SplitRun
     faults: list[CacheFault] = field(default_factory=list)
     ahead_bytes: int = 0  # received from any holder, and not yet in the pool
+    granted_s: float | None = None  # when the first lease of a block came
 
 
 def _holders(plan: LoadPlan, nodes: StoreNodes, piece_blocks: int) -> list[Holder]:
@@ -170,7 +174,8 @@ async def _keep_budget(budget: TransferBudget, load: _Load, delivering: Sequence
     """End the load at what is verified as soon as computing the rest is the better way.
 
     Of the time between two looks no more counts than the looks were to be apart, and OVERTAKE_WATCH_MS: when they come
-    later than that, it was our own loop that stood still, and it would have done so while computing.
+    later than that, it was our own loop that stood still, and it would have done so while computing. Nor does the time
+    count in which blocks are waited for that are being computed elsewhere.
     """
     clock, watch_s, block_tokens = load.deadline.clock, OVERTAKE_WATCH_MS / 1000, load.layout.block_tokens
     seconds, looked_s = 0.0, clock.now_s()
@@ -188,7 +193,9 @@ async def _keep_budget(budget: TransferBudget, load: _Load, delivering: Sequence
         if not pending:
             return
         now_s = clock.now_s()
-        seconds, looked_s = seconds + min(now_s - looked_s, apart_s + watch_s), now_s
+        if load.granted_s is not None or not load.plan.wait_s:
+            seconds += min(now_s - looked_s, apart_s + watch_s)
+        looked_s = now_s
 
 
 async def _load_piece(piece: Piece, load: _Load) -> None:
@@ -207,6 +214,7 @@ async def _load_piece(piece: Piece, load: _Load) -> None:
         )
         load.run.leased(piece, len(lease.headers))
         if lease.headers:
+            load.granted_s = load.deadline.clock.now_s() if load.granted_s is None else load.granted_s
             await _copy_leased(lease, piece, load)
     except BlockCorrupt:
         suspects = (piece.next_block - piece.first_block,)

@@ -77,3 +77,23 @@ def test_when_a_look_is_due_is_when_the_load_is_over():
 def test_a_load_that_is_complete_is_not_over():
     """Fails when the last look takes back what has come."""
     assert not is_over(make_budget(), seconds=1_000.0, loaded_tokens=9_999)
+
+
+@given(
+    stretches=st.lists(st.tuples(st.integers(1, 2_000), st.floats(0, 3)), min_size=1, max_size=30),
+    patience_s=st.floats(0.1, 10),
+    attention_s=st.floats(0, 1e-6),
+)
+def test_a_budget_that_goes_on_from_stretch_to_stretch_keeps_one_promise_for_all_of_them(
+    stretches: list[tuple[int, float]], patience_s: float, attention_s: float
+):
+    """Fails when each stretch may cost as much as if there had been none before it."""
+    whole = make_budget(prefill=PrefillCost(0.005, 1_000.0, attention_s))
+    cold_s, at, spent_s = whole.prefill.seconds(0, 10_000), 0, 0.0
+    for tokens, seconds in stretches:
+        rest = whole.of_the_rest(at, spent_s=spent_s, patience_s=patience_s)
+        if at + tokens >= 9_999 or is_over(rest, seconds=seconds, loaded_tokens=0):
+            return
+        left_s = spent_s + seconds + whole.prefill.seconds(at, 10_000)
+        assert left_s <= (1 + OVERTAKE_SHARE) * cold_s + patience_s + 1e-9
+        at, spent_s = at + tokens, spent_s + seconds
