@@ -27,9 +27,10 @@ import pytest
 import yaml
 from rendered_chart import ray_pods, render, serve_config
 
+from headrace.core.telemetry_limits import METRICS_PORTS
 from headrace.index.embedded_valkey import EmbeddedValkey
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BIN = Path(sys.executable).parent
 # How long a state may take to come about on a machine that is busy with other tests.
@@ -38,10 +39,34 @@ PATIENCE_S = 120.0
 VALUES = {"settings": {"gateways": 1, "prefill_workers": 0, "decode_workers": 1, "arena_mb": 32, "device": "cpu"}}
 
 
+def status(path: str, port: int) -> int:
+    """What a port of this machine answers; 0 for nothing."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def free_ports_in_a_row(count: int) -> int:
+    """The first of so many ports that are free now."""
+    for first in range(21_000, 32_000, count):
+        with contextlib.ExitStack() as listeners:
+            try:
+                for port in range(first, first + count):
+                    listeners.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports in a row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +83,7 @@ class Pod:
         return self.status(asked["path"], asked["port"])
 
     def status(self, path: str, port: int) -> int:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", timeout=5) as reply:
-                return reply.status
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return 0
+        return status(path, self.ports[port])
 
     def memory_bytes(self) -> int:
         """What its processes take together; what they share is counted once."""
@@ -87,6 +106,8 @@ class Release:
         # One of Ray, one of Serve's proxies: the nodes share a machine, so each has its own ports.
         self.gcs = free_port()
         self.http, self.grpc = free_port(), free_port()
+        # The parts of both pods count up from one port here: nothing, the gateway, the worker's store node and it.
+        self.metrics = free_ports_in_a_row(METRICS_PORTS)
         self._token = secrets.token_hex(32)
         self._started: list[Pod] = []
 
@@ -94,6 +115,7 @@ class Release:
         """A Ray node with the pod's environment and resources."""
         container = ray_pods(self._manifests)[component]["spec"]["containers"][0]
         ports = {8265: free_port(), 10001: free_port(), 52365: free_port(), 8000: self.http, 9000: self.grpc}
+        ports[9401] = self.metrics + (1 if component == "gateway" else 2)
         words = ["--disable-usage-stats", "--block", "--node-ip-address", "127.0.0.1", "--num-cpus", "2"]
         words += ["--object-store-memory", str(80 * 2**20), "--dashboard-agent-listen-port", str(ports[52365])]
         words += ["--resources", json.dumps({f"headrace_{component.replace('both', 'decode')}": 1})]
@@ -122,6 +144,7 @@ class Release:
         config["http_options"] = {"host": "127.0.0.1", "port": self.http}
         config["grpc_options"]["port"] = self.grpc
         own = {"model": str(self._model), "arena_dir": str(self._folder), "store_host": "127.0.0.1"}
+        own |= {"metrics_port": self.metrics}
         config["applications"][0]["args"] |= own
         file = self._logs / "serve.yaml"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -221,6 +244,8 @@ def test_probes_tell_what_is_true_of_a_release_from_its_first_pod_to_a_lost_redi
     assert gateway.probe("readinessProbe") == 503
     assert gateway.status("/-/healthz", 8000) == 200  # Serve's own says less: its proxy runs
 
+    assert gateway.status("/metrics", 9401) == 200
+    assert status("/metrics", release.metrics + 2) == 0
     worker = release.start_pod("both", head=False)
     release.wait_until(lambda: gateway.probe("readinessProbe") == 200, "a worker that has loaded its model")
     release.wait_until(lambda: worker.probe("readinessProbe") == 200, "the worker's pod")
