@@ -39,7 +39,7 @@ async def served(model_path):
         server.install_signal_handlers = lambda: None
         serving = asyncio.create_task(server.serve())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
                     await asyncio.sleep(0.01)
             port = server.servers[0].sockets[0].getsockname()[1]
@@ -62,19 +62,21 @@ async def warm_up(gateway, server):
         worker.calls.clear()
 
 
-async def bench_serve(*options, interrupt_after_s=None):
+async def bench_serve(*options, interrupt_when=None):
     """(exit code, JSON, what was said)."""
     command = [sys.executable, "-m", "headrace.admin.cli", "bench", "serve", "--json", *map(str, options)]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     said = b""
-    if interrupt_after_s is not None:
+    if interrupt_when is not None:
         while b"Ctrl-C ends it" not in said:
             line = await process.stderr.readline()
             assert line, said
             said += line
-        await asyncio.sleep(interrupt_after_s)
+        async with asyncio.timeout(60):
+            while not interrupt_when():  # noqa: ASYNC110 - what is counted is another process's doing
+                await asyncio.sleep(0.01)
         process.send_signal(signal.SIGINT)
     printed, rest = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode, json.loads(printed), (said + rest).decode()
@@ -135,7 +137,11 @@ async def test_ctrl_c_prints_what_was_measured(model_path):
         for worker in gateway.calls.workers.values():
             worker.token_seconds = 0.05
         slowly = ("--rate", 20, "--max-tokens", 6)
-        code, found, said = await bench_serve("--address", address, *slowly, interrupt_after_s=2.5)
+
+        def some_are_answered() -> bool:
+            return sum(worker.tokens_made for worker in gateway.calls.workers.values()) > 20 * 6
+
+        code, found, said = await bench_serve("--address", address, *slowly, interrupt_when=some_are_answered)
     assert code == 130
     assert found["interrupted"]
     assert found["requests"]["finished"] > 0
@@ -158,7 +164,7 @@ async def test_failures_are_reported_by_kind(model_path):
 
 async def answer_of(server, *, chat=False, prompt=PROMPT):
     target = HttpTarget(server, "tiny", chat=chat)
-    return [event async for event in target.stream(prompt, timeout_s=10)]
+    return [event async for event in target.stream(prompt, timeout_s=60)]
 
 
 @asynccontextmanager
