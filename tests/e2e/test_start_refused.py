@@ -55,6 +55,25 @@ def test_a_tenants_file_with_a_mistake_is_refused_before_anything_starts(tmp_pat
     assert read_state(tmp_path / "state") is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"http_host": "0.0.0.0"}, r"http_host.*tenants_file"),
+        ({"store_host": "192.0.2.77"}, r"store_host.*plain text"),
+        ({"tls_cert_file": "/none/cert.pem", "tls_key_file": "/none/key.pem"}, r"tls_cert_file.*cannot be read"),
+    ],
+)
+def test_a_system_that_would_let_strangers_in_is_refused_before_anything_starts(
+    tmp_path: Path, settings: dict[str, str], told: str
+):
+    """Fails when a system listens beyond loopback without keys or TLS and nobody said that it may."""
+    progress: list[str] = []
+    with pytest.raises(ConfigInvalid, match=told):
+        launch_local(make_config(tmp_path, tmp_path / "state", **settings), report=progress.append)
+    assert progress == []
+    assert read_state(tmp_path / "state") is None
+
+
 def test_a_taken_port_that_was_asked_for_is_refused_by_name(tmp_path: Path, tiny_model: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,6 +1,9 @@
-"""Tenants in a whole local system: keys through Serve's two proxies, real engines, a real store node, the real CLI."""
+"""Tenants in a whole local system: keys through Serve's two proxies, real engines, a real store node, the real CLI. All
+of it under TLS, mutual between its parts."""
 
 import json
+import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,7 +17,8 @@ from local_system import BLOCK_TOKENS, make_config, wait_until
 from transformers import LlamaForCausalLM
 
 from headrace.admin.cli import main
-from headrace.client import HeadraceClient, Sampling
+from headrace.admin.create_certificates import create_certificates
+from headrace.client import HeadraceClient, Sampling, TlsFailed
 from headrace.core.errors import PermissionDenied, Unauthenticated
 from headrace.core.tenants import HashedKey, new_key
 from headrace_cluster.launch_local import down, launch_local
@@ -28,8 +32,9 @@ Ask = Callable[[str], int]
 
 @pytest.fixture(scope="module")
 def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InstanceState]:
-    """A system of one worker that drafts tokens, with a tenants file: two users and an operator."""
+    """A system of one worker that drafts tokens, with certificates and a tenants file: two users and an operator."""
     directory = tmp_path_factory.mktemp("guarded")
+    files = create_certificates(directory / "certs", hosts=("127.0.0.1", "localhost"), days=2)
     entries = [
         f"- {{name: {name}, role: {'admin' if name == 'operator' else 'user'}, keys: ['{HashedKey.of(key).spell()}']}}"
         for name, key in KEYS.items()
@@ -42,6 +47,9 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         decode_workers=1,
         tenants_file=str(directory / "tenants.yaml"),
         hash_algorithm="sha256",
+        tls_cert_file=files.cert_file,
+        tls_key_file=files.key_file,
+        tls_ca_file=files.ca_file,
         speculation="ngram",
     )
     yield launch_local(config, report=print)
@@ -55,7 +63,7 @@ def ask(request: pytest.FixtureRequest, guarded: InstanceState) -> Ask:
     prompt = prompt[4:] if request.param == "http" else [*prompt[8:], 41, 43, 47, 53]
 
     def by_grpc(tenant: str) -> int:
-        with HeadraceClient(guarded.grpc_target, api_key=KEYS[tenant]) as client:
+        with client_of(guarded, KEYS[tenant]) as client:
             return client.generate(prompt, sampling=Sampling(max_tokens=2, ignore_eos=True)).usage.cached.total
 
     def by_http(tenant: str) -> int:
@@ -63,20 +71,29 @@ def ask(request: pytest.FixtureRequest, guarded: InstanceState) -> Ask:
         reply = post(guarded, "/v1/completions", body, KEYS[tenant])
         return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with HeadraceClient(guarded.grpc_target, api_key=KEYS["operator"]) as client:
+    with client_of(guarded, KEYS["operator"]) as client:
         model_name = client.list_models()[0].id
     return by_http if request.param == "http" else by_grpc
+
+
+def client_of(system: InstanceState, key: str) -> HeadraceClient:
+    return HeadraceClient(system.grpc_target, api_key=key, **system.client_tls)
 
 
 def post(system: InstanceState, path: str, body: dict, key: str) -> dict:
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     asked = urllib.request.Request(system.http_url + path, json.dumps(body).encode(), headers)
-    with closing(urllib.request.urlopen(asked, timeout=30)) as reply:
+    trusting = ssl.create_default_context(cafile=system.tls_ca_file)
+    with closing(urllib.request.urlopen(asked, timeout=30, context=trusting)) as reply:
         return json.load(reply)
 
 
 def cli(system: InstanceState, tenant: str, *arguments: str) -> dict:
-    environment = {"HEADRACE_ADDRESS": system.grpc_target, "HEADRACE_API_KEY": KEYS[tenant]}
+    environment = {
+        "HEADRACE_ADDRESS": system.grpc_target,
+        "HEADRACE_API_KEY": KEYS[tenant],
+        "HEADRACE_TLS_CA_FILE": system.tls_ca_file,
+    }
     done = CliRunner(env=environment).invoke(main, [*arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
@@ -108,7 +125,7 @@ def test_answers_with_drafts_are_the_plain_librarys_and_their_blocks_count_as_ev
     reused to one block more or less than was computed."""
     model = LlamaForCausalLM.from_pretrained(tiny_model).eval()
     sampling, drafted = Sampling(max_tokens=3 * BLOCK_TOKENS, ignore_eos=True), 0
-    with HeadraceClient(guarded.grpc_target, api_key=KEYS["one"]) as client:
+    with client_of(guarded, KEYS["one"]) as client:
         for seed in range(3):
             prompt = [*range(60 + seed, 60 + seed + BLOCK_TOKENS)] * 4  # what follows a token has been said before
             ids = torch.tensor([prompt])
@@ -131,9 +148,59 @@ def test_a_call_without_a_known_key_is_refused_with_the_same_error_by_both_proxi
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(guarded, "/v1/completions", {"model": "m", "prompt": "x"}, key)
         assert (refused.value.code, refused.value.headers["www-authenticate"]) == (401, "Bearer")
-        with HeadraceClient(guarded.grpc_target, api_key=key) as client:
+        with client_of(guarded, key) as client:
             for call in (client.list_models, client.stat, lambda client=client: client.generate("x")):
                 with pytest.raises(Unauthenticated):
                     call()
-    with HeadraceClient(guarded.grpc_target, api_key=KEYS["one"]) as client, pytest.raises(PermissionDenied):
+    with client_of(guarded, KEYS["one"]) as client, pytest.raises(PermissionDenied):
         client.status()
+
+
+def test_plain_text_gets_no_answer_at_either_front_door(guarded: InstanceState):
+    """Fails when Serve's proxies serve one of their ports without TLS, as its gRPC proxy does by itself."""
+    plain = guarded.http_url.replace("https://", "http://")
+    with pytest.raises(OSError):  # noqa: PT011 - how a connection ends that nobody answers differs
+        urllib.request.urlopen(plain + "/v1/models", timeout=30)
+    with (
+        HeadraceClient(guarded.grpc_target, api_key=KEYS["one"]) as client,
+        pytest.raises(TlsFailed, match="it may want TLS"),
+    ):
+        client.list_models()
+
+
+def test_the_command_line_finds_the_system_and_its_certificate_by_its_state(guarded: InstanceState):
+    """Fails when `up` does not write down by which files it is called."""
+    state_dir = Path(guarded.tls_ca_file).parents[1] / "state"
+    environment = {"HEADRACE_STATE_DIR": str(state_dir), "HEADRACE_API_KEY": KEYS["operator"]}
+    done = CliRunner(env=environment).invoke(main, ["status", "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)["workers"]) == 1
+
+
+def test_a_new_certificate_is_shown_by_both_front_doors_without_a_restart(guarded: InstanceState):
+    """Fails when a proxy keeps the certificate that it started with, as Serve's HTTP proxy does by itself."""
+    https = guarded.http_url.removeprefix("https://")
+    before = {shown_at(address, guarded) for address in (https, guarded.grpc_target)}
+    assert len(before) == 1
+    directory = Path(guarded.tls_ca_file).parent
+    create_certificates(directory, hosts=("127.0.0.1", "localhost"), days=3)
+    new = ssl.PEM_cert_to_DER_cert((directory / "cert.pem").read_text())
+    assert [shown_at(address, guarded) for address in (https, guarded.grpc_target)] == [new, new]
+    assert new not in before
+    with client_of(guarded, KEYS["one"]) as client:  # and the parts, whose certificates changed, talk to each other
+        answer = client.generate(PROMPT, sampling=Sampling(max_tokens=2, ignore_eos=True), timeout_s=60)
+    assert len(answer.token_ids) == 2
+
+
+def shown_at(address: str, system: InstanceState) -> bytes:
+    """The certificate that a new connection is shown."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=system.tls_ca_file)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        shown = connection.getpeercert(binary_form=True)
+    assert shown is not None
+    return shown

@@ -6,11 +6,12 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 
 from headrace.blocks.host_arena import remove_arena
-from headrace.config import StoreSettings
+from headrace.config import NetworkSettings, StoreSettings
 from headrace.core.errors import StoreUnavailable
 
 # Importing, opening the arena and checking what it holds: seconds, on a machine that is busy with other things too.
@@ -21,9 +22,10 @@ STOP_TIMEOUT_S = 15.0
 class StoreProcess:
     """One node. Leaving the context ends the process and removes the arena's file, whatever happened."""
 
-    def __init__(self, settings: StoreSettings, *, redis_url: str) -> None:
+    def __init__(self, settings: StoreSettings, *, redis_url: str, network: NetworkSettings | None = None) -> None:
         assert settings.node_id, "a name of its own, so that no other node's arena is touched"
         self._settings = settings
+        self._network = network or NetworkSettings()
         self._redis_url = redis_url
         self._process: subprocess.Popen[bytes] | None = None
         self.incarnation = 0
@@ -37,6 +39,9 @@ class StoreProcess:
             *("--arena-dir", settings.arena_dir),
             *("--arena-mb", str(settings.arena_mb)),
         ]
+        for name, path in asdict(self._network).items():
+            if name.endswith("_file") and path:
+                arguments += [f"--{name.replace('_', '-')}", path]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace.store.service", *arguments],
             stdout=subprocess.PIPE,

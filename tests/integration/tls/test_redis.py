@@ -1,0 +1,83 @@
+"""A Redis under TLS, by its URL: a real Valkey behind a TLS listener, since the packaged server has none of its own."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import urlsplit
+
+import pytest
+from certificates_kit import Pki
+from patient_redis import patient_connections
+
+from headrace.admin.create_certificates import CertificatePaths
+from headrace.core.clock import SystemClock
+from headrace.core.errors import IndexUnavailable
+
+
+@asynccontextmanager
+async def tls_in_front(url: str, shown: CertificatePaths, callers: CertificatePaths | None) -> AsyncIterator[int]:
+    """The port of a listener with this certificate that passes all on to the server in plain text."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(shown.cert_file, shown.key_file)
+    if callers is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cafile=callers.ca_file)
+    address = urlsplit(url)
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, ssl.SSLError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+        writer.close()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(address.hostname, address.port)
+        await asyncio.gather(copy(reader, back), copy(there, writer))
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def ping(url: str) -> bytes:
+    connections = patient_connections(url, connections_max=1, clock=SystemClock())
+    try:
+        async with connections.call() as call:
+            (reply,) = await call.round_trip(("PING",))
+        return reply
+    finally:
+        await connections.close()
+
+
+async def test_a_rediss_url_names_the_authority_and_the_certificate_to_show(pki: Pki, valkey_url: str):
+    """Fails when the URL's files are not what the connection goes by."""
+    async with tls_in_front(valkey_url, pki.good, None) as port:
+        assert await ping(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={pki.good.ca_file}") == b"PONG"
+    async with tls_in_front(valkey_url, pki.good, pki.caller) as port:
+        shown = f"ssl_certfile={pki.caller.cert_file}&ssl_keyfile={pki.caller.key_file}"
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={pki.good.ca_file}"
+        assert await ping(f"{url}&{shown}") == b"PONG"
+        with pytest.raises(IndexUnavailable):
+            await ping(url)
+
+
+@pytest.mark.parametrize(
+    ("shown", "trusted", "told"),
+    [
+        ("good", "stranger", "CERTIFICATE_VERIFY_FAILED"),
+        ("good", None, "CERTIFICATE_VERIFY_FAILED"),  # of no authority that the machine trusts
+        ("elsewhere", "good", "CERTIFICATE_VERIFY_FAILED"),  # another host's
+        ("expired", "good", "certificate has expired"),
+    ],
+)
+async def test_a_redis_whose_certificate_is_wrong_is_not_talked_to(
+    pki: Pki, valkey_url: str, shown: str, trusted: str | None, told: str
+):
+    """Fails when rediss:// encrypts for whoever answers. The index is then away, which costs hits."""
+    async with tls_in_front(valkey_url, getattr(pki, shown), None) as port:
+        authority = f"?ssl_ca_certs={getattr(pki, trusted).ca_file}" if trusted else ""
+        with pytest.raises(IndexUnavailable, match=told):
+            await ping(f"rediss://127.0.0.1:{port}/0{authority}")
