@@ -177,7 +177,7 @@ class Network:
         self._hosts: list[Host] = []
         self.number = _free_network()
         self.switch = self._namespace("switch", Namespace)
-        self._cable = f"hrt{os.getpid()}"[:15]
+        self._cable = f"hrt{os.getpid()}-{self.number}"[:15]
         # An address of its own: else it has that of one of its ports, and another one when that port goes.
         self.switch.run("ip", "link", "add", "br0", "address", BRIDGE, "type", "bridge")
         self.switch.run("ip", "addr", "add", f"{self.address_of(SWITCH)}/24", "dev", "br0")

@@ -41,6 +41,8 @@ class RayHosts:
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     hosts: dict[str, Host] = field(default_factory=dict)
     redis_url: str = ""
+    more_environment: dict[str, str] = field(default_factory=dict)
+    http_options: dict[str, Any] = field(default_factory=dict)
 
     def environment(self, host: Host | None = None) -> dict[str, str]:
         """For commands of a cluster's user and for Ray itself; nothing of the caller's Ray gets through."""
@@ -61,6 +63,7 @@ class RayHosts:
             # Ray keeps there what its head knows, and its nodes wait that long for a head that is away.
             "RAY_REDIS_ADDRESS": f"{self.network.address_of(SWITCH)}:{REDIS_PORT}",
             "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+            **self.more_environment,
         }
 
     @property
@@ -92,14 +95,16 @@ class RayHosts:
         self.start_ray(host, cpus=cpus, resources=resources)
         return host
 
-    def start_ray(self, host: Host, *, cpus: int = 1, resources: Mapping[str, float] | None = None) -> None:
+    def start_ray(
+        self, host: Host, *, cpus: int = 1, resources: Mapping[str, float] | None = None
+    ) -> "subprocess.Popen[bytes]":
         """Ray on a host, by the command that a user gives there."""
         if host is self.head:
             joining = ["--head", f"--port={GCS_PORT}", f"--dashboard-port={DASHBOARD_PORT}", "--dashboard-host=0.0.0.0"]
         else:
             wait_until(self.head_is_there, within_s=START_WITHIN_S, what="Ray's head")
             joining = [f"--address={self.head.address}:{GCS_PORT}"]
-        host.start(
+        return host.start(
             BIN / "ray", "start", "--block", *joining, f"--node-ip-address={host.address}", f"--num-cpus={cpus}",
             f"--object-store-memory={OBJECT_STORE_BYTES}", f"--resources={json.dumps(resources or {})}",
             environment=self.environment(host), log=host.home / "ray.log",
@@ -138,6 +143,7 @@ class RayHosts:
     def deploy(self, *, settings: Mapping[str, Any], deployments: list[dict[str, Any]]) -> None:
         """`serve deploy` of the repository's config file with these settings and deployments."""
         config = yaml.safe_load(SERVE_CONFIG.read_text(encoding="utf-8"))
+        config["http_options"] |= self.http_options
         (app,) = config["applications"]
         app["args"] |= {"redis_url": self.redis_url, **settings}
         app["deployments"] = deployments
