@@ -59,10 +59,13 @@ async def test_a_prompt_that_nobody_knows_goes_to_the_idle_worker(store_node, ma
                 await asyncio.sleep(0.01)
         assert busy.worker.engine.load().running == 6
         await system.announced(busy, idle)
-        answers = [await system.ask(prompts(4 * B, salt=320 + number), max_tokens=1) for number in range(4)]
-        steps.hold_after = lambda rows: False
-        steps.may_go.set()
-        await asyncio.gather(*streams)
+        asked = [prompts(4 * B, salt=320 + number) for number in range(4)]
+        try:  # whoever is sent to the busy one waits until its time is over
+            answers = [await system.ask(token_ids, max_tokens=1, timeout_ms=60_000) for token_ids in asked]
+        finally:
+            steps.hold_after = lambda rows: False
+            steps.may_go.set()
+            await asyncio.gather(*streams)
     assert [answer.worker_id for answer in answers] == ["idle"] * 4
 
 
