@@ -337,11 +337,13 @@ spec:
     - name: authority
       secret:
         secretName: {{ $values.tls.authoritySecret.name }}
+        defaultMode: 288  # 0440: the group is the pod's
     {{- end }}
     {{- if $values.tls.callersSecret.name }}
     - name: callers
       secret:
         secretName: {{ $values.tls.callersSecret.name }}
+        defaultMode: 288
     {{- end }}
     {{- if $values.tenants.secretName }}
     - name: tenants

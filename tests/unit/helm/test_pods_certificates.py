@@ -91,6 +91,8 @@ def test_only_the_init_container_sees_the_authoritys_key(manifests: list[Manifes
         assert maker["securityContext"] == pod["spec"]["containers"][0]["securityContext"]
         (volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "tls")
         assert volume["emptyDir"]["medium"] == "Memory"
+        keys = [v["secret"] for v in pod["spec"]["volumes"] if v["name"] in ("authority", "callers")]
+        assert [secret["defaultMode"] for secret in keys] == [0o440, 0o440]
 
 
 def test_rays_own_connections_go_by_the_same_certificate_the_autoscalers_too(manifests: list[Manifest]):
