@@ -24,10 +24,11 @@ from headrace.admin.plan_command import plan
 from headrace.admin.portable_blocks import export_blocks, import_blocks
 from headrace.admin.retention_commands import pin_prefix, set_ttl, unpin_prefix
 from headrace.admin.simulate_commands import simulate
-from headrace.admin.system_commands import demo, down, status, store_node, up, verify
+from headrace.admin.status_command import status
+from headrace.admin.system_commands import demo, down, store_node, up, verify
 from headrace.admin.tenant_commands import tenants
 from headrace.admin.terminal import EXIT_CODE_HELP, ErrorGroup
-from headrace.admin.top_command import top_cache
+from headrace.admin.top_command import top_cache, top_system
 from headrace.admin.warm_command import warm_cache
 
 # Wide terminals show a command's first sentence whole.
@@ -60,6 +61,7 @@ for command in (
     up,
     down,
     status,
+    top_system,
     models,
     generate,
     chat,

@@ -1,9 +1,10 @@
-"""What happened on each holder between two looks at its books. Pure: it knows neither the network nor the terminal."""
+"""What happened on each holder, and on each host, between two looks at their books."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.client import HolderStat
+from headrace.admin.host_rows import HostRow, host_of_holders, host_rows
+from headrace.client import HolderStat, SystemStatus
 
 COUNTERS = ("lookups", "lookups_tokens", "hits_tokens", "read_bytes", "written_bytes", "evicted_blocks")
 
@@ -44,3 +45,34 @@ def _rates(before: HolderStat | None, now: HolderStat, elapsed_s: float) -> Hold
         written_bytes_per_s=grown["written_bytes"] / elapsed_s,
         evicted_blocks_per_s=grown["evicted_blocks"] / elapsed_s,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """One host as it is now, and the rates of its holders together; None where no holder has any."""
+
+    row: HostRow
+    lookups_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    written_bytes_per_s: float | None = None
+    evicted_blocks_per_s: float | None = None
+
+
+def rate_hosts(status: SystemStatus, stats: Sequence[HolderStat], rates: Sequence[HolderRates]) -> list[HostRates]:
+    """The hosts of a status, each with the rates of what it holds."""
+    hosts = host_of_holders(status)
+    return [
+        HostRates(
+            row,
+            **{
+                name: _sum_of(getattr(rate, name) for rate in rates if hosts.get(rate.stat.holder) == row.host)
+                for name in ("lookups_per_s", "read_bytes_per_s", "written_bytes_per_s", "evicted_blocks_per_s")
+            },
+        )
+        for row in host_rows(status, stats)
+    ]
+
+
+def _sum_of(rates: Iterable[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None

@@ -1,4 +1,4 @@
-"""`headrace up`, `down`, `status`, `store-node`, `verify`, `demo`: the system as a whole.
+"""`headrace up`, `down`, `store-node`, `verify`, `demo`: the system as a whole.
 
 The parts that run a system need torch, Ray and Redis, which the base install has not: they are imported by name when a
 command needs them, and what is missing is said with the extra that brings it.
@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from headrace.admin.connection import TLS_SETTINGS, address_option, connect, state_directory
+from headrace.admin.connection import TLS_SETTINGS, state_directory
 from headrace.admin.setting_flags import ALL_PIECES, setting_options
 from headrace.admin.terminal import (
     EXIT_BAD_SETTING,
@@ -26,7 +26,6 @@ from headrace.admin.terminal import (
     print_table,
     say,
 )
-from headrace.client import SystemStatus
 from headrace.config import Config, load_config
 from headrace.core.block import KvCodec
 from headrace.core.errors import ConfigInvalid
@@ -126,53 +125,6 @@ def down(*, state_dir: str | None, as_json: bool) -> None:
         print_json({"was_up": was_up, "state_dir": str(directory)})
     else:
         click.echo("down" if was_up else f"nothing was up ({directory})")
-
-
-@click.command(short_help="Show store nodes, workers and their load.")
-@address_option
-@json_option
-def status(*, address: str, as_json: bool) -> None:
-    """Show live store nodes, gateways, and workers with their load, and whether the index answers.
-
-    `headrace nodes ls` says more of the nodes, `headrace doctor` whether all of this agrees.
-
-    \b
-    Examples:
-      headrace status
-      headrace status --json | jq -r '.workers[] | select(.waiting > 0) | .worker_id'
-    """
-    with connect(address) as client:
-        found = client.status()
-    if as_json:
-        print_json(found)
-    else:
-        _print_status(found)
-
-
-def _print_status(found: SystemStatus) -> None:
-    rows = [
-        [
-            worker.worker_id,
-            worker.role,
-            worker.model,
-            worker.host,
-            worker.store_node or "-",
-            f"{worker.running:,}",
-            f"{worker.waiting:,}",
-            f"{worker.pool_blocks - worker.free_blocks:,}/{worker.pool_blocks:,}",
-            str(worker.pid),
-        ]
-        for worker in found.workers
-    ]
-    columns = ["worker ", "role ", "model ", "host ", "store node ", "running", "waiting", "blocks in use", "pid"]
-    print_table(columns, rows)
-    click.echo()
-    nodes = [[n.node_id, n.host, n.address, str(n.incarnation), str(n.pid)] for n in found.store_nodes]
-    print_table(["store node ", "host ", "address ", "incarnation", "pid"], nodes)
-    click.echo()
-    gateways = [[g.gateway_id, g.host, str(g.metrics_port), str(g.pid)] for g in found.gateways]
-    print_table(["gateway ", "host ", "metrics port", "pid"], gateways)
-    click.echo(f"\nindex: {'available' if found.index_available else 'NOT available; requests go on without reuse'}")
 
 
 @click.command("store-node")

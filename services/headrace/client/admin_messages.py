@@ -10,6 +10,7 @@ from headrace.client.admin_values import (
     Eviction,
     Finding,
     GatewayStatus,
+    GoneMember,
     HolderRun,
     MissExplanation,
     MissReason,
@@ -234,6 +235,7 @@ def status_from_message(message: admin_pb2.StatusReply) -> SystemStatus:
             )
             for gateway in message.gateways
         ),
+        gone=tuple(GoneMember(each.member, each.host, each.last_seen_unix_ms) for each in message.gone),
     )
 
 

@@ -202,6 +202,15 @@ class GatewayStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class GoneMember:
+    """A part that was there lately: it ended, or it cannot reach the index."""
+
+    member: str  # "node:ID", "worker:ID" or "gateway:ID"
+    host: str  # "": not known
+    last_seen_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class SystemStatus:
     """Who is alive."""
 
@@ -209,6 +218,7 @@ class SystemStatus:
     workers: tuple[WorkerStatus, ...]
     index_available: bool
     gateways: tuple[GatewayStatus, ...] = ()
+    gone: tuple[GoneMember, ...] = ()  # were there lately, and are not now
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,5 +14,8 @@ TRACE_FLUSH_MS = 2_000
 # With metrics_port P, the parts of one host use P..P + 31: a store node, and a gateway and workers for each of 8 GPUs
 # three times over. A part that finds all of them taken does not start.
 METRICS_PORTS = 32
+# How long a gateway tells of members that are gone: long enough for whoever is called for them, short enough that
+# workers which an autoscaler has ended do not fill the answer.
+GONE_REMEMBERED_MS = 900_000
 
 assert TRACE_BATCH_SPANS <= TRACE_QUEUE_SPANS

@@ -32,6 +32,7 @@ from headrace.gateway.order_prefix import order_prefix
 from headrace.gateway.peer_gateways import PeerGateways
 from headrace.gateway.price_eviction import count_hits, price_eviction
 from headrace.gateway.refuse_call import RefuseCall, telling
+from headrace.gateway.seen_members import GoneMember
 from headrace.gateway.service import GatewayService
 from headrace.gateway.set_quota import set_quota
 from headrace.wire.render import (
@@ -313,8 +314,14 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
             store_nodes=[render_store_node(node) for node in nodes],
             workers=[render_worker(worker) for worker in self._service.table.records()],
             gateways=[render_gateway(gateway) for gateway in gateways],
+            gone=[render_gone(each) for each in self._service.membership.gone()],
             index_available=self._service.index_available,
         )
+
+
+def render_gone(gone: GoneMember) -> admin_pb2.GoneMember:
+    """One that was there lately."""
+    return admin_pb2.GoneMember(member=gone.member, host=gone.host, last_seen_unix_ms=gone.last_seen_unix_ms)
 
 
 def _has(request: Any, name: str) -> bool:

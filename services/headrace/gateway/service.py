@@ -44,6 +44,7 @@ from headrace.gateway.route_request import (
     Router,
     route_request,
 )
+from headrace.gateway.seen_members import SeenMembership
 from headrace.gateway.tenants_file import TenantsFile
 from headrace.gateway.tokenize_prompt import Tokenizers, tokenize_prompt
 from headrace.gateway.trace_request import trace_request
@@ -107,7 +108,7 @@ class GatewayService:
         self.key_ring = key_ring if tenants_file is None else tenants_file.key_ring
         self._tenants_file = tenants_file
         self._tracing = tracing
-        self.membership = membership
+        self.membership = SeenMembership(membership, clock)
         self.calls = calls
         self.clock = clock
         self.table = WorkerTable(clock)

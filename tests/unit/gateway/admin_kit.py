@@ -54,7 +54,7 @@ async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None, **ser
         kits = {}
         for node_id in node_ids:
             removals = RemovalLog(SystemClock())
-            kit, server = make_kit(blocks=16, follower=removals), build_server()
+            kit, server = make_kit(blocks=16, follower=removals, node_id=node_id), build_server()
             record = replace(NODE, node_id=node_id, address=f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
             servicer = CacheAdminOfNode(
                 kit.node, gateway.membership, lambda record=record: record, removals, clock=kit.clock

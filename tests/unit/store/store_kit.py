@@ -133,6 +133,7 @@ def make_kit(
     lease_ttl_ms: int = 30_000,
     reservation_ttl_ms: int = 10_000,
     follower: BlockChanges | None = None,
+    node_id: str = "n1",
 ) -> StoreKit:
     """A node whose arena holds exactly `blocks` blocks of LAYOUT (one unit each)."""
     clock, changes = HandClock(), ChangeLog()
@@ -141,7 +142,7 @@ def make_kit(
     assert arena.num_units == blocks
     node = StoreNode(
         arena,
-        node_id="n1",
+        node_id=node_id,
         clock=clock,
         changes=changes if follower is None else TellEach(changes, follower),
         lease_ttl_ms=lease_ttl_ms,

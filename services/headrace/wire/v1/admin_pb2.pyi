@@ -231,20 +231,32 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("store_nodes", "workers", "index_available", "unix_ms", "version", "gateways")
+    __slots__ = ("store_nodes", "workers", "index_available", "unix_ms", "version", "gateways", "gone")
     STORE_NODES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     INDEX_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     store_nodes: _containers.RepeatedCompositeFieldContainer[StoreNodeStatus]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     index_available: bool
     unix_ms: int
     version: str
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
-    def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ..., unix_ms: _Optional[int] = ..., version: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ...) -> None: ...
+    gone: _containers.RepeatedCompositeFieldContainer[GoneMember]
+    def __init__(self, store_nodes: _Optional[_Iterable[_Union[StoreNodeStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index_available: _Optional[bool] = ..., unix_ms: _Optional[int] = ..., version: _Optional[str] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., gone: _Optional[_Iterable[_Union[GoneMember, _Mapping]]] = ...) -> None: ...
+
+class GoneMember(_message.Message):
+    __slots__ = ("member", "host", "last_seen_unix_ms")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    host: str
+    last_seen_unix_ms: int
+    def __init__(self, member: _Optional[str] = ..., host: _Optional[str] = ..., last_seen_unix_ms: _Optional[int] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("gateway_id", "host", "address", "pid", "metrics_port", "version")
