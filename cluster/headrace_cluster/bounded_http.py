@@ -129,7 +129,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._reading = None
         cycle = self.cycle
         answering = cycle is not None and cycle.response_started and not cycle.response_complete
-        if answering:
+        if answering and reason == "head_time":
+            self._wait_for(reason, self.head_timeout_ms)  # the next request has time until the answer to this one ends
+        elif answering:
             # The answer to it has begun (a body that was refused unread): what is missing is not waited for.
             self._close(reason)
         elif reason == "head_time" and self._head_bytes == 0:

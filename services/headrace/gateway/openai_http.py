@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -63,7 +63,12 @@ def build_http_app(service: GatewayService, *, metrics_text: Callable[[], bytes]
             Route("/ready", api.ready),
             Route("/metrics", api.metrics),
         ],
-        exception_handlers={HTTPException: _http_error, HeadraceError: api.error, Exception: api.error},
+        exception_handlers={
+            HTTPException: _http_error,
+            HeadraceError: api.error,
+            ClientDisconnected: _nobody_reads,
+            Exception: api.error,
+        },
     )
 
 
@@ -165,9 +170,9 @@ async def _number(prompt: int, events: AsyncGenerator[GatewayEvent, None]) -> As
 
 async def read_body(request: Request) -> bytes:
     """A request's body, at most REQUEST_BODY_BYTES_MAX of it; what is larger is read to its end but not kept, so that
-    the client reads the answer instead of a reset connection. Raises RequestTooLarge."""
+    the client reads the answer instead of a reset connection. Raises RequestTooLarge, ClientDisconnected."""
     kept, total = bytearray(), 0
-    async for chunk in request.stream():
+    async for chunk in _chunks(request):
         total += len(chunk)
         if total <= REQUEST_BODY_BYTES_MAX:
             kept += chunk
@@ -178,6 +183,14 @@ async def read_body(request: Request) -> bytes:
     if total > REQUEST_BODY_BYTES_MAX:
         raise RequestTooLarge(REQUEST_BODY_BYTES_MAX)
     return bytes(kept)
+
+
+async def _chunks(request: Request) -> AsyncGenerator[bytes, None]:
+    try:
+        async for chunk in request.stream():
+            yield chunk
+    except ClientDisconnect:
+        raise ClientDisconnected from None
 
 
 class ClientDisconnected(Exception):
@@ -354,6 +367,11 @@ def _request_id_headers(request: Request) -> dict[str, str]:
     """The caller's own `x-request-id`, cut; a label for its logs, never an identity here."""
     given = request.headers.get("x-request-id", "")[:CLIENT_REQUEST_ID_CHARS_MAX]
     return {"x-request-id": given} if given else {}
+
+
+async def _nobody_reads(request: Request, error: Exception) -> Response:
+    """The client left while it was sending: nothing was begun, and there is nothing to tell anybody."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
