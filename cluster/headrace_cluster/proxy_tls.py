@@ -1,7 +1,7 @@
 """TLS of Serve's proxies: HTTPS whose certificate is renewed without a restart, and a gRPC API that speaks TLS at all.
 
 Serve 2.60 reads the files of its `http_options` (`ssl_certfile`, `ssl_keyfile`, `ssl_ca_certs`) once, asks no client
-for a certificate whatever `ssl_ca_certs` says, and opens its gRPC port in plain text on every interface. Here both ports
+for a certificate whatever `ssl_ca_certs` says, and opens its gRPC port in plain text on every interface. Here both
 listen where `http_options.host` says and go by the same three files. Runs inside the proxies: Serve's own seam for the
 gRPC port and uvicorn's maker of TLS contexts are replaced before either server is made.
 """

@@ -6,6 +6,7 @@ config file names as its `import_path`.
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -91,9 +92,14 @@ def check_listening(config: Config) -> None:
         return
     here = config_here(config_to_flat(config))
     check_network(here, front_door=options.host or "")
-    network = here.network
-    plain = os.environ.get("RAY_USE_TLS", "0") in ("", "0", "false")
-    if network.tls_ca_file and plain and not network.insecure_network and not is_loopback(here.store.store_host):
+    check_ray(here, os.environ)
+
+
+def check_ray(config: Config, environ: Mapping[str, str]) -> None:
+    """Refuse TLS between the parts beside Ray's own connections in plain text, on which prompts go from gateways to
+    workers. config: with the address of its Ray node. environ: what that was started with. Raises ConfigInvalid."""
+    network, plain = config.network, environ.get("RAY_USE_TLS", "0") in ("", "0", "false")
+    if network.tls_ca_file and plain and not network.insecure_network and not is_loopback(config.store.store_host):
         raise ConfigInvalid(
             "tls_ca_file",
             "Ray's own connections, by which gateways call workers, are in plain text: set RAY_USE_TLS=1, "

@@ -314,6 +314,9 @@ def local_system(flags: Mapping[str, Any], config_file: str | None) -> Iterator[
     directory = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
     # Nothing of a system that runs here already may be met, and no API key is asked for.
     own = {"state_dir": str(directory), "node_id": directory.name, "http_port": 0, "grpc_port": 0, "disk_gb": 0.0}
+    # It is alone with its load on loopback, where no certificate is needed.
+    own |= {"http_host": "127.0.0.1", "store_host": "127.0.0.1"}
+    own |= {"tls_cert_file": "", "tls_key_file": "", "tls_ca_file": "", "tls_client_ca_file": ""}
     # The system is detached, so that who is told to end must end it, too.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -308,7 +308,8 @@ class StoreNodeService:
     def _bind(self) -> str:
         wanted = f"{self._settings.store_host}:{self._settings.store_port}"
         try:
-            port = bind_server(self._server, wanted, tls=self._tls)
+            connected = None if self._metrics is None else self._metrics.tls_connections.inc
+            port = bind_server(self._server, wanted, tls=self._tls, connected=connected)
         except RuntimeError as error:
             raise ConfigInvalid("store_port", f"cannot listen on {wanted}") from error
         return f"{self._settings.store_host}:{port}"

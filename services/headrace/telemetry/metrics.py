@@ -111,6 +111,11 @@ class Metrics:
         self.evicted_blocks = Counter(
             "headrace_evicted_blocks", "Blocks evicted.", ["reason", "tier"], registry=self.registry
         )
+        self.tls_connections = Counter(
+            "headrace_tls_connections",
+            "Connections begun on a store node's port under TLS; those that it then refused are among them.",
+            registry=self.registry,
+        )
         self.verify_failures = Counter(
             "headrace_verify_failures",
             "Blocks refused on use, each a miss and a recompute.",

@@ -28,6 +28,7 @@ from headrace.gateway.refuse_call import refuse_call
 from headrace.gateway.serve_grpc import serve_grpc
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.store.service import StoreNodeService
+from headrace.telemetry.metrics import Metrics
 from headrace.transfer.channels import Channels
 from headrace.transfer.fetch_blocks import GrpcStore
 from headrace.transfer.store_nodes import StoreNodeTable
@@ -49,10 +50,14 @@ class Parts:
         self._directory = directory
         self._stack = stack
 
-    async def store_node(self, tls: Tls | None, node_id: str = "n") -> StoreNodeService:
+    async def store_node(
+        self, tls: Tls | None, node_id: str = "n", *, metrics: Metrics | None = None
+    ) -> StoreNodeService:
         settings = StoreSettings(node_id=node_id, arena_mb=1, arena_dir=str(self._directory))
         index = MemoryIndex(self.membership)
-        service = StoreNodeService(settings, index=index, membership=self.membership, clock=CLOCK, tls=tls)
+        service = StoreNodeService(
+            settings, index=index, membership=self.membership, clock=CLOCK, metrics=metrics, tls=tls
+        )
         await service.start()
         self._stack.push_async_callback(service.stop, remove_arena=True)
         return service
@@ -165,6 +170,19 @@ async def test_a_store_node_with_a_wrong_certificate_gets_nothing_from_a_worker(
     """Fails when a worker does not check whom it sends KV to; the reason must be readable where the fault is."""
     node = await parts.store_node(None if shown == "plain text" else pki.unchecked(getattr(pki, shown)))
     assert told in await refusal(parts.store(node, pki.tls(pki.good)))
+
+
+async def test_connections_that_a_store_node_refuses_are_counted_with_all_that_begin(parts: Parts, pki: Pki):
+    """gRPC tells nobody that a handshake failed. Fails when an attack on the port shows nowhere."""
+    metrics = Metrics()
+    node = await parts.store_node(pki.tls(pki.good), metrics=metrics)
+    begun = lambda: metrics.registry.get_sample_value("headrace_tls_connections_total")  # noqa: E731
+    assert begun() == 0
+    await read(parts.store(node, pki.tls(pki.good)), make_prompt(1, 1))
+    before = begun()
+    assert before >= 1
+    await refusal(parts.store(node, None))
+    assert begun() > before
 
 
 async def test_a_node_drains_into_its_peer(parts: Parts, pki: Pki):
