@@ -12,6 +12,7 @@ from headrace.admin.cli import main
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(headrace [a-z][^`]*)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
@@ -36,12 +37,32 @@ def test_every_link_leads_to_a_file(path: Path):
 def test_every_command_in_a_code_block_exists_with_its_options(path: Path):
     """Fails when a command or an option is renamed and a document goes on naming the old one."""
     for words in commands_in(path.read_text(encoding="utf-8")):
-        command: click.Command = main
-        while isinstance(command, click.Group):
-            assert words[0] in command.commands, words
-            command, words = command.commands[words[0]], words[1:]
-        known = {spelling for option in command.params for spelling in (*option.opts, *option.secondary_opts)}
-        for word in words:
-            assert not word.startswith("-") or word.partition("=")[0] in known | {"-h", "--help"}, (
-                f"{command.name} {word}"
-            )
+        check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """Assert that the command line has this command, with all options that are named."""
+    command: click.Command = main
+    while isinstance(command, click.Group):
+        assert words, "a group of commands, and none of it is named"
+        assert words[0] in command.commands, words
+        command, words = command.commands[words[0]], words[1:]
+    known = {spelling for option in command.params for spelling in (*option.opts, *option.secondary_opts)}
+    for word in words:
+        assert not word.startswith("-") or word.partition("=")[0] in known | {"-h", "--help"}, f"{command.name} {word}"
+
+
+def test_every_command_that_the_operators_page_names_in_passing_exists_with_its_options():
+    """Fails when somebody is sent to a command that is not there, at the moment in which an alert has fired."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    commands = [shlex.split(command)[1:] for command in INLINE.findall(page)]
+    assert len(commands) > 40
+    for words in commands:
+        check_command(words)
+
+
+def test_every_command_that_an_alert_names_exists():
+    for path in (ROOT / "helm" / "headrace" / "files").glob("alerts*.yaml"):
+        for words in re.findall(r"\bheadrace ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", path.read_text(encoding="utf-8")):
+            command = main.commands[words[0]]
+            assert not isinstance(command, click.Group) or words[1] in command.commands, words
