@@ -106,7 +106,7 @@ class SimulatedEngine:
     def __init__(self, *, num_blocks: int, clock: Clock, rng: random.Random) -> None:
         self.model = SimpleNamespace(name="simulated", path=Path("simulated"), namespace=NAMESPACE)
         self.context_tokens_max = min(10_000, num_blocks * LAYOUT.block_tokens)
-        self.window = EVERYTHING
+        self.window = self.near_window = EVERYTHING
         self.kv = SimulatedKV(num_blocks)
         self.pool = BlockPool(num_blocks, clock=clock, on_freed=self._on_freed)
         self.computed_tokens = 0

@@ -103,6 +103,7 @@ class DirectStore:
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         asked_s = self.node.clock.now_s()
         if wait_s and first_block < len(chain):
@@ -234,6 +235,9 @@ class SimulatedNodes:
 
     def sink(self) -> BlockSink | None:
         return self._mapped.get(self._host) or next(iter(self._remote.values()), None)
+
+    def sink_at(self, node_id: str) -> BlockSink | None:
+        return self._mapped.get(node_id) or self._remote.get(node_id)
 
     def local_node_id(self) -> str:
         return self._host if self._mapped else ""

@@ -119,10 +119,10 @@ class CandidateCosts:
         columns = self.columns
         idle = np.zeros(len(columns))
         shared = columns.shared_memory()
-        copies = [Copy(self.held_tokens, self._layout.token_bytes, shared, idle)]
+        copies = [self._copy(self.held_tokens, shared, idle)]
         if far_tokens:
             way = self._way_to_far(shared, far_tokens)
-            copies.append(Copy(np.maximum(self.held_tokens, far_tokens), self._layout.token_bytes, way, idle))
+            copies.append(self._copy(np.maximum(self.held_tokens, far_tokens), way, idle))
         workers = Workers(
             queue_s=self.before_s,
             overtaken=self.overtaken,
@@ -140,6 +140,15 @@ class CandidateCosts:
             fetch_starts=FROM_THE_START,
             fetch_slack=FETCH_SLACK,
         )
+
+    def _copy(self, tokens: Ints, link: LinkCost, idle: Floats) -> Copy:
+        """A copy of so many tokens: of layers with a window, no more is fetched than the window."""
+        layout, window_tokens = self._layout, self.columns.records[0].window_tokens
+        if not window_tokens:
+            return Copy(tokens, layout.token_bytes, link, idle)
+        if not layout.near_layers:
+            return Copy(tokens, 0, link, idle, window_tokens, layout.token_bytes)
+        return Copy(tokens, layout.wide.token_bytes, link, idle, window_tokens, layout.near.token_bytes)
 
     def _way_to_far(self, shared: LinkCost, far_tokens: int) -> LinkCost:
         """As one link: what is at hand by shared memory first, and the rest from the nodes that have most of it."""

@@ -62,6 +62,14 @@ class Copy:
     token_bytes: int
     link: LinkCost
     link_busy_s: Floats  # until the link is free for us, [num_workers]
+    # Of the last `window_tokens` of what is fetched, so many bytes more: of layers that see no more than those.
+    window_tokens: int = 0
+    window_token_bytes: int = 0
+
+    def moved_bytes(self, tokens: Ints) -> Ints:
+        """What fetching so many tokens moves."""
+        moved = tokens * self.token_bytes
+        return moved + np.minimum(tokens, self.window_tokens) * self.window_token_bytes if self.window_tokens else moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +180,7 @@ def _ways(own: Ints, copies: Sequence[Copy], prompt_tokens: int, fetch_starts: F
         stretch = np.maximum(np.minimum(copy.tokens, prompt_tokens - 1) - own, 0)
         skipped = (stretch * fetch_starts[:, None]).astype(np.int64) if fetch_starts.any() else 0
         starts[rows], ends[rows] = own + skipped, own + stretch
-        moved = (stretch - skipped) * copy.token_bytes
+        moved = copy.moved_bytes(stretch - skipped)
         begin_s = copy.link_busy_s + copy.link.round_trip_s
         fetch[rows] = (begin_s + moved / copy.link.bytes_per_s) * (moved > 0)
     return starts, ends, fetch

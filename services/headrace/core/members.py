@@ -118,6 +118,7 @@ class WorkerRecord:
     queue_s: float = 0.0  # predicted seconds until all prompts that it has now are computed
     costs: LearnedCosts = ASSUMED_COSTS
     links: tuple[MeasuredLink, ...] = ()  # to store nodes that it has read from lately
+    window_tokens: int = 0  # of its model's layers that have a window, how far they see; 0: none has one
 
     @property
     def holder_id(self) -> HolderId:

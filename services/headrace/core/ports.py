@@ -94,6 +94,7 @@ class Lease:
     headers: tuple[BlockHeader, ...]
     slots: tuple[int, ...]  # slot number of each block, for readers that map the arena
     expires_in_ms: int
+    num_wide: int = 0  # of so many leading blocks the wide part only is read, where payloads have two
 
 
 class BlockSource(Protocol):
@@ -108,10 +109,12 @@ class BlockSource(Protocol):
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip.
 
         wait_s: how long the answer waits for block `first_block` when it is not there, if the node lets callers wait.
+        whole_from: of blocks before this one the wide part only is read, where payloads have two.
         The leased blocks are kept by the longest of their own retention and this one."""
         ...
 
@@ -121,7 +124,8 @@ class BlockSource(Protocol):
         ...
 
     def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
-        """Payloads of the leased blocks in order, as an async generator (close it to stop early). Each view is valid
+        """Payloads of the leased blocks in order, as an async generator (close it to stop early); of the first
+        `lease.num_wide` the leading `layout.wide_bytes`. Each view is valid
         while the reader keeps it and the lease stands, so that copying may lag behind receiving. May raise
         BlockMissing, LeaseExpired, StoreUnavailable; what was delivered before stays good."""
         ...
@@ -193,6 +197,10 @@ class StoreNodes(Protocol):
 
     def sink(self) -> BlockSink | None:
         """Where this worker publishes: the local node when there is one, else a remote node; none that drains."""
+        ...
+
+    def sink_at(self, node_id: str) -> BlockSink | None:
+        """The same for what stands on a prefix of that node; None when it is gone, or drains."""
         ...
 
     def local_node_id(self) -> str:

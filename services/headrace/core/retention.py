@@ -34,6 +34,7 @@ class Retention:
 
 
 KEEP = Retention()
+KeptBy = Retention | None  # None: a use that keeps nothing longer
 
 # What stands for "without an end" where a moment is meant to be some number: the largest that every format can carry.
 NO_END_UNIX_MS = 2**63 - 1

@@ -113,8 +113,8 @@ class _BackgroundPublication:
     def add(self, block: FilledBlock) -> None:
         """Take over a computed block and its pool reference."""
         if self._publication is None:
-            self._publication = Publication(self._request.cache.retention)
-            reused_blocks = self._worker.take_reused(self._held, self._request)
+            self._publication = Publication(self._request.cache.retention, node_id=self._held.home_node)
+            reused_blocks = [] if self._held.home_node else self._worker.take_reused(self._held, self._request)
             self._backup.publishes(self._publication, first_block=0 if reused_blocks else block.position)
             for reused in reused_blocks:
                 self._worker.publisher.offer(self._publication, reused)

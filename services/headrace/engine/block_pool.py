@@ -242,15 +242,18 @@ class BlockPool:
         hashes = tuple(hashed.block_hash for hashed in leaving)
         return Evicted(num_blocks=len(leaving), num_kept=kept, block_hashes=hashes)
 
-    def drop(self, hashes: Iterable[BlockHash]) -> None:
-        """Free those of these blocks that nobody holds. Of a pool with a window: what stands on them may stay."""
+    def drop(self, hashes: Iterable[BlockHash], *, dry_run: bool) -> int:
+        """Free those of these blocks that nobody holds, or count them. Of a pool with a window: what stands on them may
+        stay."""
         assert self._window.bounded
         with self._lock:
-            for block_hash in hashes:
-                hashed = self._tree.resident.get(block_hash)
-                if hashed is not None and not self._references[hashed.block_id]:
-                    self._forget(hashed)
-        self._on_freed()
+            found = [hashed for each in hashes if (hashed := self._tree.resident.get(each)) is not None]
+            going = [hashed for hashed in found if not self._references[hashed.block_id]]
+            for hashed in () if dry_run else going:
+                self._forget(hashed)
+        if going and not dry_run:
+            self._on_freed()
+        return len(going)
 
     def evict_expired(self) -> float:
         """Free the blocks that nobody holds and whose time to live is over, a parent after its children.

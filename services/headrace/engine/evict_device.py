@@ -14,11 +14,14 @@ def evict_device(pool: BlockPool, model: LoadedModel, selector: EvictSelector, *
         return EvictReport("", 0, 0, 0, 0, dry_run)
     evicted = pool.evict(selection, dry_run=dry_run)
     layout = model.kv.layout
+    num_bytes = evicted.num_blocks * layout.block_bytes
+    if layout.near_layers:
+        num_bytes = evicted.num_blocks * layout.wide.block_bytes + evicted.num_near * layout.near.block_bytes
     return EvictReport(
         holder="",
         blocks=evicted.num_blocks,
         tokens=evicted.num_blocks * layout.block_tokens,
-        bytes=evicted.num_blocks * layout.block_bytes,
+        bytes=num_bytes,
         skipped_leased_blocks=evicted.num_kept,
         dry_run=dry_run,
         block_hashes=evicted.block_hashes[:EVICT_HASHES_MAX],

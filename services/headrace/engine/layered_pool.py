@@ -16,6 +16,7 @@ from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock
 from headrace.core.key_window import KeyWindow
 from headrace.engine.block_pool import BlockPool
+from headrace.engine.pool_block import PoolBlock
 from headrace.engine.pool_values import Evicted, Selection, Short, Taken
 
 
@@ -124,12 +125,16 @@ class LayeredPool(BlockPool):
     def evict(self, selection: Selection, *, dry_run: bool) -> Evicted:
         """As BlockPool.evict; near parts go with their blocks, and those whose blocks went before, too."""
         evicted = super().evict(selection, dry_run=dry_run)
-        if not dry_run:
-            if selection.blocks_max is None:
-                self.near.evict(selection, dry_run=False)
-            else:
-                self.near.drop(evicted.block_hashes)
-        return evicted
+        if selection.blocks_max is None:
+            num_near = self.near.evict(selection, dry_run=dry_run).num_blocks
+        else:
+            num_near = self.near.drop(evicted.block_hashes, dry_run=dry_run)
+        return replace(evicted, num_near=num_near)
+
+    def describe(self, selection: Selection) -> list[PoolBlock]:
+        """As BlockPool.describe."""
+        whole = {each.block_hash for each in self.near.describe(selection)}
+        return [replace(each, has_near=each.block_hash in whole) for each in super().describe(selection)]
 
     def evict_expired(self) -> float:
         """As BlockPool.evict_expired."""

@@ -5,6 +5,7 @@ from headrace.core.generation import BlockInfo, DeviceListing, EvictSelector, Ho
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import WorkerRecord
 from headrace.engine.block_pool import BlockPool, Selection
+from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.pool_block import PoolBlock
 
 
@@ -46,6 +47,7 @@ def pool_selection(selector: EvictSelector, namespace: Namespace) -> Selection |
 
 
 def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
+    layout = worker.namespace.layout.in_pool
     return BlockInfo(
         namespace=block.namespace,
         base_namespace=worker.namespace.id,
@@ -53,7 +55,7 @@ def _describe(block: PoolBlock, worker: WorkerRecord) -> BlockInfo:
         parent_hash=block.parent_hash,
         position=block.position,
         token_ids=block.token_ids,
-        bytes=worker.namespace.layout.in_pool.block_bytes,
+        bytes=layout.block_bytes if block.has_near else layout.wide_bytes,
         holder=worker.holder_id,
         tier=Tier.DEVICE,
         hits=block.hits,
@@ -80,10 +82,18 @@ def _stat(pool: BlockPool, worker: WorkerRecord) -> HolderStat:
         committed_blocks=pool.num_blocks - empty,
         reserved_blocks=0,
         leased_blocks=pool.num_blocks - available,
-        block_bytes=layout.block_bytes,
+        block_bytes=_block_bytes(pool, layout),
         lookups_tokens=pool.counters.lookups_blocks * layout.block_tokens,
         hits_tokens=pool.counters.hits_blocks * layout.block_tokens,
         evicted_blocks=pool.counters.evicted_blocks,
         lookups=pool.counters.lookups,
-        read_bytes=pool.counters.hits_blocks * layout.block_bytes,
+        read_bytes=pool.counters.hits_blocks * _block_bytes(pool, layout),
     )
+
+
+def _block_bytes(pool: BlockPool, layout: KvLayout) -> int:
+    """The pool's bytes for each block: of two parts it has fewer near ones."""
+    if not isinstance(pool, LayeredPool):
+        return layout.block_bytes
+    near_bytes = pool.near.num_blocks * layout.near.block_bytes
+    return layout.wide.block_bytes + near_bytes // pool.num_blocks

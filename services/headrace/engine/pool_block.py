@@ -24,6 +24,7 @@ class PoolBlock:
     age_s: float  # since it was hashed
     idle_s: float  # since it was last given back; 0 while it is held
     expires_unix_ms: int = 0  # if nobody uses it until then; 0: no time to live, or held
+    has_near: bool = True  # of a block of two parts: whether the near one is there, too
 
 
 @dataclass(slots=True)

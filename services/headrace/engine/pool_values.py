@@ -70,6 +70,7 @@ class Evicted:
     num_blocks: int
     num_kept: int
     block_hashes: Chain = field(default=(), compare=False)  # the freed ones
+    num_near: int = 0  # of blocks of two parts: near ones that were freed
 
 
 @dataclass(slots=True)

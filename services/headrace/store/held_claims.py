@@ -15,6 +15,12 @@ class HeldLease:
 
     blocks: tuple[HeldBlock, ...]
     expires_at_s: float
+    num_wide: int = 0  # of so many leading blocks the wide part only is read
+
+    def read_bytes(self, index: int) -> int:
+        """How much of a block's payload the reader reads."""
+        header = self.blocks[index].header
+        return header.layout.wide_bytes if index < self.num_wide else header.payload_bytes
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from headrace.core.limits import (
     SUSPECTS_MAX,
 )
 from headrace.core.ports import AlreadyStored, NotStored
-from headrace.core.retention import KEEP, Retention
+from headrace.core.retention import KEEP, KeptBy, Retention
 from headrace.store.block_changes import BlockChanges, IgnoreChanges
 from headrace.store.block_terms import BlockTerms
 from headrace.store.check_books import check_books
@@ -124,23 +124,23 @@ class StoreNode:
         return missing if in_arena + len(missing) > first_block else []
 
     def lease(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, retention: Retention | None = KEEP
+        self, namespace: NamespaceId, chain: Chain, *, first_block: int, retention: KeptBy = KEEP, whole_from: int = 0
     ) -> LeasedRun:
         """Claim blocks `first_block..` as far as they are held without a gap, at most LEASE_BLOCKS_MAX of them.
 
         They and all before them stay for as long as `retention` asks, if that is longer than before. None: an
-        operator reads, which keeps nothing longer.
+        operator reads, which keeps nothing longer. whole_from: as BlockSource.lease_prefix.
         """
         self.expire()
         run = self._blocks.run(namespace, chain, first_block=first_block)[:LEASE_BLOCKS_MAX]
         if len(self._claims.leases) >= STORE_LEASES_MAX:
             run = []
-        asked_blocks = max(0, len(chain) - first_block)
-        hit_bytes = sum(block.header.payload_bytes for block in run)
+        asked_blocks, now_s = max(0, len(chain) - first_block), self._clock.now_s()
+        held = HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000, num_wide=max(0, whole_from - first_block))
+        hit_bytes = sum(map(held.read_bytes, range(len(run))))
         self.counters.looked_up(namespace, asked_blocks=asked_blocks, hit_blocks=len(run), hit_bytes=hit_bytes)
         if not run:
             return LeasedRun(lease_id="", incarnation=self.incarnation, expires_in_ms=0, blocks=())
-        now_s = self._clock.now_s()
         for block in run:
             block.leases += 1
             block.hits += 1
@@ -148,7 +148,7 @@ class StoreNode:
         if retention is not None:
             self._terms.use(run[-1], retention)
         lease_id = self._new_id("l")
-        self._claims.leases[lease_id] = HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000)
+        self._claims.leases[lease_id] = held
         return LeasedRun(
             lease_id=lease_id,
             incarnation=self.incarnation,
@@ -166,8 +166,8 @@ class StoreNode:
             held = self._claims.live_lease(lease_id)
             if index == len(held.blocks):
                 return
-            block = held.blocks[index]
-            yield self._arena.payload(block.slot, block.header.payload_bytes).toreadonly()
+            slot, num_bytes = held.blocks[index].slot, held.read_bytes(index)
+            yield self._arena.payload(slot, num_bytes).toreadonly()
             index += 1
 
     def holds_lease(self, lease_id: str) -> bool:

@@ -108,10 +108,17 @@ class MeteredBlockSource:
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         return await self._source.lease_prefix(
-            namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
+            namespace,
+            chain,
+            first_block=first_block,
+            deadline=deadline,
+            retention=retention,
+            wait_s=wait_s,
+            whole_from=whole_from,
         )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
@@ -171,6 +178,12 @@ class MeteredStoreNodes:
         sink = self._nodes.sink()
         is_local = self._nodes.sink_node_id() == self._nodes.local_node_id()
         via = CacheSource.SHARED_MEMORY if is_local else CacheSource.GRPC
+        return sink and MeteredBlockSink(sink, metrics=self._metrics, via=via)
+
+    def sink_at(self, node_id: str) -> BlockSink | None:
+        """As StoreNodes.sink_at."""
+        sink = self._nodes.sink_at(node_id)
+        via = CacheSource.SHARED_MEMORY if node_id == self._nodes.local_node_id() else CacheSource.GRPC
         return sink and MeteredBlockSink(sink, metrics=self._metrics, via=via)
 
     def local_node_id(self) -> str:

@@ -187,6 +187,12 @@ class TracedStoreNodes:
         via = CacheSource.SHARED_MEMORY if node_id == self._nodes.local_node_id() else CacheSource.GRPC
         return sink and TracedBlockSink(sink, tracing=self._tracing, node_id=node_id, via=via)
 
+    def sink_at(self, node_id: str) -> BlockSink | None:
+        """As StoreNodes.sink_at."""
+        sink = self._nodes.sink_at(node_id)
+        via = CacheSource.SHARED_MEMORY if node_id == self._nodes.local_node_id() else CacheSource.GRPC
+        return sink and TracedBlockSink(sink, tracing=self._tracing, node_id=node_id, via=via)
+
     def local_node_id(self) -> str:
         """As StoreNodes.local_node_id."""
         return self._nodes.local_node_id()
@@ -217,12 +223,19 @@ class TracedBlockSource:
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         named = self._named | {"headrace.first_block": first_block, "headrace.wanted_blocks": len(chain) - first_block}
         with self._tracing.span("headrace.lease", kind=SpanKind.CLIENT, attributes=named) as span:
             lease = await self._source.lease_prefix(
-                namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
+                namespace,
+                chain,
+                first_block=first_block,
+                deadline=deadline,
+                retention=retention,
+                wait_s=wait_s,
+                whole_from=whole_from,
             )
             span.set({"headrace.blocks": len(lease.headers)})
             return lease

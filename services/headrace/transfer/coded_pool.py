@@ -13,13 +13,18 @@ import torch
 import xxhash
 
 from headrace.blocks.kv_codecs import BlockCoder
+from headrace.blocks.two_parts import TwoPartPool
 from headrace.core.block import KvLayout
 from headrace.core.ports import PrefixPool
+from headrace.engine.layered_kv import LayeredKV, PoolKV
 from headrace.engine.paged_kv import PagedKV
 
 
-def stored_pool(kv: PagedKV, layout: KvLayout) -> PrefixPool:
+def stored_pool(kv: PoolKV, layout: KvLayout) -> PrefixPool:
     """The engine's pool as loading and publishing see it: its blocks in `layout`, which differs by codec at most."""
+    if isinstance(kv, LayeredKV):
+        wide, near = stored_pool(kv.wide, layout.wide), stored_pool(kv.near, layout.near)
+        return TwoPartPool(layout, wide, near, num_wide=kv.num_blocks)
     return kv if kv.layout == layout else CodedPool(kv, layout)
 
 

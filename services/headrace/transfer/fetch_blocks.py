@@ -43,12 +43,20 @@ async def fetch_blocks(calls: StoreCalls, lease: Lease, *, deadline: Deadline) -
         call = method(request, timeout=deadline.left_s(), metadata=outgoing_metadata())
     arriving = _Arriving(call, lease, node_id=node_id)
     try:
-        for header in lease.headers:
+        for header, wanted in zip(lease.headers, _wanted_bytes(lease), strict=True):
             with cache_faults(node_id, lease_id=lease.lease_id):
-                block = await arriving.block(header)
+                block = await arriving.block(header, wanted)
             yield block
     finally:
         call.cancel()
+
+
+def _wanted_bytes(lease: Lease) -> list[int]:
+    """How much of each leased block is sent."""
+    return [
+        header.layout.wide_bytes if index < lease.num_wide else header.payload_bytes
+        for index, header in enumerate(lease.headers)
+    ]
 
 
 class _Arriving:
@@ -57,12 +65,11 @@ class _Arriving:
     def __init__(self, call: Any, lease: Lease, *, node_id: str) -> None:
         self._call = call
         self._node_id = node_id
-        self._due_bytes = sum(header.payload_bytes for header in lease.headers)
+        self._due_bytes = sum(_wanted_bytes(lease))
         self._rest = memoryview(b"")  # of the last message: the blocks after the one handed out
 
-    async def block(self, header: BlockHeader) -> memoryview:
-        """The next block, read to its exact length."""
-        wanted = header.payload_bytes
+    async def block(self, header: BlockHeader, wanted: int) -> memoryview:
+        """The next block, read to the length that was asked for."""
         pieces = [self._rest or await self._message(header)]
         filled = len(pieces[0])
         while filled < wanted:
@@ -106,10 +113,17 @@ class GrpcStore:
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
         return await self._calls.lease(
-            namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
+            namespace,
+            chain,
+            first_block=first_block,
+            deadline=deadline,
+            retention=retention,
+            wait_s=wait_s,
+            whole_from=whole_from,
         )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from headrace.blocks.block_codec import verify_header
+from headrace.blocks.two_parts import block_word
 from headrace.core.block import BlockHeader, CacheSource, HashedPrompt, KvLayout
 from headrace.core.clock import Deadline
 from headrace.core.errors import BlockCorrupt, CacheFault, DeadlineExceeded, StoreUnavailable
@@ -44,6 +45,7 @@ class LoadPlan:
     retention: Retention = KEEP  # what this use of the blocks asks for
     budget: TransferBudget | None = None  # when to compute the rest instead; None: never sooner than time ends
     wait_s: float = 0.0  # how long each node is to wait for its first block while that is not there; costs no budget
+    whole_from: int = 0  # of blocks before this one the wide part only, where payloads have two
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class _Load:
     faults: list[CacheFault] = field(default_factory=list)
     ahead_bytes: int = 0  # received from any holder, and not yet in the pool
     granted_s: float | None = None  # when the first lease of a block came
+    ahead_blocks: int = 0
 
 
 def _holders(plan: LoadPlan, nodes: StoreNodes, piece_blocks: int) -> list[Holder]:
@@ -181,7 +184,7 @@ async def _keep_budget(budget: TransferBudget, load: _Load, delivering: Sequence
     seconds, looked_s = 0.0, clock.now_s()
     while True:
         loaded_tokens = len(load.run.unbroken_sources()) * block_tokens
-        num_arrived = load.run.num_delivered + load.ahead_bytes // load.layout.block_bytes
+        num_arrived = load.run.num_delivered + load.ahead_blocks
         if budget.is_over(seconds=seconds, loaded_tokens=loaded_tokens, arrived_tokens=num_arrived * block_tokens):
             load.faults.append(StoreUnavailable("(any)", "computing the rest was faster than loading it"))
             for task in delivering:
@@ -211,6 +214,7 @@ async def _load_piece(piece: Piece, load: _Load) -> None:
             deadline=load.deadline,
             retention=load.plan.retention,
             wait_s=load.plan.wait_s,
+            whole_from=load.plan.whole_from,
         )
         load.run.leased(piece, len(lease.headers))
         if lease.headers:
@@ -287,6 +291,7 @@ class _Copier:
         self._piece = piece
         self._headers = headers
         self._waiting: list[memoryview] = []
+        self._batch: list[memoryview] = []  # what is being copied
         self._copying: asyncio.Task[list[int]] | None = None
 
     async def add(self, payload: memoryview) -> None:
@@ -294,6 +299,7 @@ class _Copier:
         self.next_block += 1
         self._waiting.append(payload)
         self._load.ahead_bytes += payload.nbytes
+        self._load.ahead_blocks += 1
         if self._copying is None or self._copying.done() or self._load.ahead_bytes >= LOAD_AHEAD_BYTES_MAX:
             await self._settle()
             if self.doubt is None:
@@ -305,10 +311,15 @@ class _Copier:
         if self._waiting and self.doubt is None:
             self._start()
             await self._settle()
-        self._load.ahead_bytes -= sum(payload.nbytes for payload in self._waiting)
+        self._no_longer_ahead(self._waiting)
+
+    def _no_longer_ahead(self, payloads: Sequence[memoryview]) -> None:
+        self._load.ahead_bytes -= sum(payload.nbytes for payload in payloads)
+        self._load.ahead_blocks -= len(payloads)
 
     def _start(self) -> None:
         batch, self._waiting = self._waiting, []
+        self._batch = batch
         block_ids = self._load.block_ids[self.next_block - len(batch) : self.next_block]
         self._copying = asyncio.ensure_future(run_in_thread(_write_blocks, self._load.pool, block_ids, batch))
 
@@ -318,10 +329,11 @@ class _Copier:
             return
         await until_done(self._copying)  # a cancellation comes after it: the blocks are the pool's owner's then
         digests, self._copying = self._copying.result(), None
-        self._load.ahead_bytes -= len(digests) * self._load.layout.block_bytes
+        self._no_longer_ahead(self._batch)
         for digest in digests:
             header = self._headers[self._piece.next_block - self._piece.first_block]
-            if digest != header.payload_xxh3:
+            two_parts = self._load.layout.near_layers > 0
+            if digest != (block_word(header.block_hash) if two_parts else header.payload_xxh3):
                 self.doubt = BlockCorrupt(header.block_hash, "checksum of the payload")
                 return
             self._load.run.delivered(self._piece)

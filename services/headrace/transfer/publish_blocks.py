@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.blocks.two_parts import tie_parts
 from headrace.core.block import BlockHeader, KvLayout
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import BlockCorrupt, CacheFault, DeadlineExceeded, StoreFull, StoreUnavailable
@@ -121,10 +122,15 @@ def _fill(
     digests: list[int] = []
     for block, outcome in zip(filled, outcomes, strict=False):
         try:
-            digests.append(pool.read_block(block.block_id, outcome.buffer) if isinstance(outcome, Reservation) else 0)
+            digests.append(_fill_one(pool, block, outcome) if isinstance(outcome, Reservation) else 0)
         except BlockCorrupt as fault:
             return digests, BlockCorrupt(block.block_hash, fault.why)
     return digests, None
+
+
+def _fill_one(pool: PrefixPool, block: FilledBlock, slot: Reservation) -> int:
+    digest, layout = pool.read_block(block.block_id, slot.buffer), slot.header.layout
+    return tie_parts(slot.buffer, layout, block.block_hash) if layout.near_layers else digest
 
 
 async def _abort(sink: BlockSink, unused: Sequence[Reservation]) -> None:
@@ -140,8 +146,10 @@ async def _abort(sink: BlockSink, unused: Sequence[Reservation]) -> None:
 class Publication:
     """The blocks that one attempt offers, in chain order, and how many of them are stored without a gap."""
 
-    def __init__(self, retention: Retention = KEEP) -> None:
+    def __init__(self, retention: Retention = KEEP, *, node_id: str = "") -> None:
+        """node_id: the store node that has what these blocks stand on; "": the one that this worker publishes to."""
         self.retention = retention
+        self.node_id = node_id
         self.context = current()  # the request that it is for; publishing is done by a task of nobody's
         self.num_stored = 0
         self.closed = False  # takes no more: a block was dropped or refused, and those after it have no parent
@@ -275,7 +283,7 @@ class BlockPublisher:
     async def _publish(self, publication: Publication, batch: list[FilledBlock]) -> None:
         num_stored = 0
         try:
-            sink = self._nodes.sink()
+            sink = self._nodes.sink_at(publication.node_id) if publication.node_id else self._nodes.sink()
             if sink is None:
                 self._report(StoreUnavailable("(none)", "no store node takes blocks now, so this one is not kept"))
             elif not publication.broken:

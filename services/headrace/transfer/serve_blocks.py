@@ -53,7 +53,13 @@ class BlockKeeper(Protocol):
     def lookup(self, namespace: NamespaceId, chain: Chain) -> int: ...
 
     def lease(
-        self, namespace: NamespaceId, chain: Chain, *, first_block: int, retention: Retention = KEEP
+        self,
+        namespace: NamespaceId,
+        chain: Chain,
+        *,
+        first_block: int,
+        retention: Retention = KEEP,
+        whole_from: int = 0,
     ) -> LeasedRun: ...
 
     def leased_payloads(self, lease_id: str) -> Iterator[memoryview]: ...
@@ -136,7 +142,13 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
             name = _claim_name(request.claim_name)
             if not self._claims.admit(name):
                 return pb.LeaseReply(incarnation=self._keeper.incarnation)
-            run = self._keeper.lease(namespace, chain, first_block=request.first_block, retention=_retention(request))
+            run = self._keeper.lease(
+                namespace,
+                chain,
+                first_block=request.first_block,
+                retention=_retention(request),
+                whole_from=request.whole_from,
+            )
             self._claims.made(name, [run.lease_id])
             return pb.LeaseReply(
                 lease_id=run.lease_id,

@@ -41,11 +41,18 @@ class SharedMemoryStore:
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
         asked_s = self._clock.now_s()  # before the call: our idea of the end must not be later than the node's
         lease = await self._calls.lease(
-            namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
+            namespace,
+            chain,
+            first_block=first_block,
+            deadline=deadline,
+            retention=retention,
+            wait_s=wait_s,
+            whole_from=whole_from,
         )
         self._forget_ended()
         if lease.lease_id:
@@ -54,13 +61,14 @@ class SharedMemoryStore:
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """As `BlockSource.fetch_blocks`; views of the arena itself, read-only, nothing is copied."""
-        for header, slot in zip(lease.headers, lease.slots, strict=True):
+        for index, (header, slot) in enumerate(zip(lease.headers, lease.slots, strict=True)):
             if deadline.left_s() <= 0:
                 raise DeadlineExceeded("read blocks from shared memory")
             arena = self._mapped(lease.incarnation)
             if self._lease_ends_s.get(lease.lease_id, 0.0) <= self._clock.now_s():
                 raise LeaseExpired(lease.lease_id)
-            yield self._payload(arena, slot, header).toreadonly()
+            payload = self._payload(arena, slot, header).toreadonly()
+            yield payload[: header.layout.wide_bytes] if index < lease.num_wide else payload
 
     async def release(self, lease: Lease, *, suspects: Sequence[int] = ()) -> None:
         """As `BlockSource.release`."""

@@ -63,6 +63,7 @@ class StoreCalls:
         deadline: Deadline,
         retention: Retention,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """One round trip, and the wait. Raises StoreUnavailable, BlockCorrupt (a header that does not parse)."""
         sent = chain[: min(CHAIN_BLOCKS_MAX, first_block + LEASE_BLOCKS_MAX)]
@@ -78,6 +79,7 @@ class StoreCalls:
             not_on_disk=not retention.on_disk,
             claim_name=name,
             wait_ms=int(max(0.0, min(wait_s, deadline.left_s())) * 1_000),
+            whole_from=whole_from,
         )
         with self._lost_on_failure(name):
             reply = await self._call(self._stub.Lease, request, deadline, wait_s=wait_s)
@@ -92,6 +94,7 @@ class StoreCalls:
             headers=headers,
             slots=tuple(block.slot for block in reply.blocks),
             expires_in_ms=reply.expires_in_ms,
+            num_wide=min(len(headers), max(0, whole_from - first_block)),
         )
 
     async def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:

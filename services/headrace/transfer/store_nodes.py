@@ -114,6 +114,13 @@ class StoreNodeTable:
         node = self._sink_node()
         return None if node is None else node.mapped or node.remote
 
+    def sink_at(self, node_id: str) -> BlockSink | None:
+        """That node; None when it is not alive, has just failed or drains."""
+        node = self._node_id_to_node.get(node_id)
+        if node is None or node.record.draining or not node.health.usable():
+            return None
+        return node.mapped or node.remote
+
     def sink_node_id(self) -> str:
         """Node id of what `sink()` gives now; "" when there is none."""
         node = self._sink_node()
@@ -216,11 +223,18 @@ class _WatchedStore:
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         with self._health.watched():
             return await self._store.lease_prefix(
-                namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
+                namespace,
+                chain,
+                first_block=first_block,
+                deadline=deadline,
+                retention=retention,
+                wait_s=wait_s,
+                whole_from=whole_from,
             )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

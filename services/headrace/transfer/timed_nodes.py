@@ -111,6 +111,10 @@ class TimedStoreNodes:
         """As StoreNodes.sink."""
         return self._nodes.sink()
 
+    def sink_at(self, node_id: str) -> BlockSink | None:
+        """As StoreNodes.sink_at."""
+        return self._nodes.sink_at(node_id)
+
     def local_node_id(self) -> str:
         """As StoreNodes.local_node_id."""
         return self._nodes.local_node_id()
@@ -146,12 +150,19 @@ class _TimedSource:
         deadline: Deadline,
         retention: Retention = KEEP,
         wait_s: float = 0.0,
+        whole_from: int = 0,
     ) -> Lease:
         """As BlockSource.lease_prefix. One that may wait for a block to be computed says nothing about the way."""
         asked_s = self._clock.now_s()
         try:
             lease = await self._source.lease_prefix(
-                namespace, chain, first_block=first_block, deadline=deadline, retention=retention, wait_s=wait_s
+                namespace,
+                chain,
+                first_block=first_block,
+                deadline=deadline,
+                retention=retention,
+                wait_s=wait_s,
+                whole_from=whole_from,
             )
         except asyncio.CancelledError:
             if not wait_s:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from headrace.core.block import CacheSource, NamespaceId
 from headrace.core.clock import Clock, Deadline
@@ -46,9 +46,9 @@ from headrace.engine.engine import Admission, Engine
 from headrace.engine.event_stream import FilledBlock
 from headrace.engine.list_device import list_device
 from headrace.transfer.device_expiry import DeviceExpiry
-from headrace.transfer.follow_prefill import await_first_block, follow_prefill
+from headrace.transfer.follow_prefill import await_first_block
+from headrace.transfer.load_admitted import load_admitted
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, asked_ways, load_prefix
-from headrace.transfer.load_window import WindowTable, load_window
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.timed_nodes import TimedStoreNodes
@@ -63,6 +63,7 @@ class HeldPrefix:
     sink_is_local: bool  # what is computed is published to the node that shared memory was read from
     load_s: float  # what loading took
     since_s: float  # when it was done
+    home_node: str = ""  # has the prefix, of which this host's node could not have all: what stands on it goes there
 
     @property
     def num_blocks(self) -> int:
@@ -138,6 +139,7 @@ class Worker:
             pid=os.getpid(),
             model_path=str(engine.model.path),
             metrics_port=metrics_port,
+            window_tokens=engine.window.tokens or engine.near_window.tokens or 0,
         )
         self._expiry = DeviceExpiry(engine.pool, self._identity, clock=clock)
 
@@ -294,12 +296,21 @@ class Worker:
                     sink_is_local=self.nodes.sink_node_id() == self.nodes.local_node_id(),
                     load_s=self.clock.now_s() - admitted_s,
                     since_s=self.clock.now_s(),
+                    home_node=self._home_of(loaded, hint_nodes),
                 )
                 if request.cache.publish:
                     self.engine.mark_loaded(admission, held.num_blocks)
                 yield held
             finally:
                 self.engine.release(admission)
+
+    def _home_of(self, loaded: LoadedPrefix, hint_nodes: tuple[str, ...]) -> str:
+        """The node that has a prefix of which no more was loaded over the network than a window reads: this host's node
+        lacks the blocks before it, and keeps none without its parent."""
+        windowed = self.engine.window.bounded or self.engine.near_window.bounded
+        if not windowed or loaded.sources[-1:] != (CacheSource.GRPC,):
+            return ""
+        return next((node_id for node_id in hint_nodes if self.nodes.sink_at(node_id) is not None), "")
 
     def _budget(self, request: GenerateRequest, blocks: range, hint_nodes: tuple[str, ...]) -> TransferBudget | None:
         """What loading these blocks may cost here; None until it is known how fast this worker computes."""
@@ -326,24 +337,18 @@ class Worker:
         hand_off: HandOff | None,
         deadline: Deadline,
     ) -> LoadedPrefix:
-        """As `load_prefix` or `follow_prefill`, or by `load_window` what the model reads of it; faults are reported."""
-        if self.engine.window.bounded:
-            table = WindowTable(tuple(admission.block_ids), admission.first_block, self.engine.window)
-            loaded, table = await self._here(load_window)(
-                admission.prompt,
-                table,
-                plan=plan,
-                budget=lambda blocks: self._budget(request, blocks, plan.hint_nodes),
-                hand_off=hand_off,
-                deadline=deadline,
-            )
-            self.engine.move_table(admission, table.block_ids, first_block=table.first_block)
-        else:
-            load = load_prefix if hand_off is None else functools.partial(follow_prefill, hand_off=hand_off)
-            loaded = await self._here(load)(admission.prompt, admission.block_ids, plan=plan, deadline=deadline)
+        """As `load_admitted`; faults are reported."""
+        loaded = await self._here(load_admitted)(
+            admission,
+            self.engine,
+            plan=plan,
+            budget=lambda blocks: self._budget(request, blocks, plan.hint_nodes),
+            hand_off=hand_off,
+            deadline=deadline,
+        )
         for fault in loaded.faults:
             self.report_fault(fault)
-        return loaded
+        return cast(LoadedPrefix, loaded)
 
     def _here(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """A way to load, between this worker's store nodes and its pool."""
@@ -388,8 +393,9 @@ class Worker:
         taken = pool.take(num_wanted, prompt=prompt, shared_max=num_wanted, ttl_s=held.admission.ttl_s)
         if isinstance(taken, Short):
             return []
-        num_held = taken.num_shared - taken.first_block
-        pool.unref_all(taken.block_ids[num_held:])
+        first = taken.first_whole
+        held = taken.block_ids[first - taken.first_block : taken.num_shared - taken.first_block]
+        pool.unref_all([block_id for block_id in taken.block_ids if block_id not in held])
         return [
             FilledBlock(
                 position=position,
@@ -400,7 +406,7 @@ class Worker:
                 namespace=prompt.namespace,
                 narrowed_from=prompt.narrowed_from,
             )
-            for position, block_id in enumerate(taken.block_ids[:num_held], start=taken.first_block)
+            for position, block_id in enumerate(held, start=first)
         ]
 
     async def load_back(

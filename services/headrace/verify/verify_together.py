@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from headrace.config import EngineSettings
 from headrace.core.generation import SamplingParams
 from headrace.engine.drafter import Draft, DraftWish
+from headrace.engine.layered_kv import LayeredKV, PoolKV, make_kv
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.paged_kv import PagedKV
@@ -63,7 +64,20 @@ def verify_together(
 
 def with_pool(model: LoadedModel, *, num_blocks: int) -> LoadedModel:
     """The same weights over a pool of another size."""
-    kv = PagedKV(model.kv.layout, num_blocks, device=model.kv.device)
+    kv, num_near = model.kv, None
+    if isinstance(kv, LayeredKV):  # as short of near parts as of blocks
+        num_near = min(num_blocks, 2 * kv.near_window.held_blocks(num_blocks))
+    windows = kv.windows if isinstance(kv, LayeredKV) else {}
+    return _over(model, make_kv(kv.layout, num_blocks, windows=windows, num_near=num_near, device=kv.device))
+
+
+def in_one_part(model: LoadedModel, *, num_blocks: int) -> LoadedModel:
+    """The same weights over a pool whose blocks have all layers, for those who use blocks without account."""
+    layout = replace(model.kv.layout, near_layers=0)
+    return _over(model, PagedKV(layout, num_blocks, device=model.kv.device))
+
+
+def _over(model: LoadedModel, kv: PoolKV) -> LoadedModel:
     runner = model.runner
     return replace(
         model,

@@ -71,6 +71,7 @@ def load(path: Path, *, pool_blocks: int) -> tuple[LoadedModel, list[str]]:
         trust_group="tests",
         hash_algorithm=HashAlgorithm.XXH3_128,
         report=lines.append,
+        by_parts=True,
     )
     return model, lines
 

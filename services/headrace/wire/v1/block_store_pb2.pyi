@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("namespace", "chain", "hash_bytes", "first_block", "ttl_s", "not_on_disk", "claim_name", "wait_ms")
+    __slots__ = ("namespace", "chain", "hash_bytes", "first_block", "ttl_s", "not_on_disk", "claim_name", "wait_ms", "whole_from")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class LeaseRequest(_message.Message):
     NOT_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     CLAIM_NAME_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FROM_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     chain: bytes
     hash_bytes: int
@@ -25,7 +26,8 @@ class LeaseRequest(_message.Message):
     not_on_disk: bool
     claim_name: str
     wait_ms: int
-    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., claim_name: _Optional[str] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    whole_from: int
+    def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., claim_name: _Optional[str] = ..., wait_ms: _Optional[int] = ..., whole_from: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("lease_id", "incarnation", "expires_in_ms", "blocks")
