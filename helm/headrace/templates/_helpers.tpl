@@ -92,15 +92,22 @@ true
 {{- if $redis.passwordSecret.name -}}
 {{- $who = printf "%s:$(HEADRACE_REDIS_PASSWORD)@" $user -}}
 {{- end -}}
-{{- $query := "" -}}
+{{- $options := list -}}
 {{- if and (include "headrace.redisTls" .) $redis.external.caSecret.name -}}
-{{- $query = printf "?ssl_ca_certs=/etc/headrace/redis-ca/%s" $redis.external.caSecret.key -}}
+{{- $options = append $options (printf "ssl_ca_certs=/etc/headrace/redis-ca/%s" $redis.external.caSecret.key) -}}
 {{- end -}}
 {{- $primary := "" -}}
 {{- if and (eq $redis.mode "external") $redis.external.sentinel.primary -}}
 {{- $scheme = printf "%s+sentinel" $scheme -}}
 {{- $primary = printf "%s/" $redis.external.sentinel.primary -}}
+{{- if and $redis.passwordSecret.name $redis.external.sentinel.withPassword -}}
+{{- $options = append $options "sentinel_password=$(HEADRACE_REDIS_PASSWORD)" -}}
+{{- if $user -}}
+{{- $options = append $options (printf "sentinel_username=%s" $user) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $query := ternary (printf "?%s" (join "&" $options)) "" (gt (len $options) 0) -}}
 {{- printf "%s://%s%s:%s/%s%d%s" $scheme $who (include "headrace.redisHost" .) (include "headrace.redisPort" .) $primary (int $redis.database) $query -}}
 {{- end -}}
 
@@ -136,6 +143,10 @@ keep strangers out. KV events know no TLS. */}}
 {{- end -}}
 {{- if and .Values.redis.external.username .Values.redis.external.usernameSecret.name -}}
 {{- fail "redis.external.username and usernameSecret.name name two users; leave one empty" -}}
+{{- end -}}
+{{- $sentinel := .Values.redis.external.sentinel -}}
+{{- if and (eq .Values.redis.mode "external") $sentinel.primary .Values.redis.passwordSecret.name .Values.ray.gcsFaultTolerance (not $sentinel.withPassword) -}}
+{{- fail "redis.external.sentinel.withPassword must be true with ray.gcsFaultTolerance: Ray sends the password to Sentinels, which refuse it where they want none" -}}
 {{- end -}}
 {{- if and .Values.tenants.secretName (ne (toString $s.hash_algorithm) "sha256") -}}
 {{- fail "settings.hash_algorithm must be sha256 with tenants.secretName: tenants might construct collisions" -}}

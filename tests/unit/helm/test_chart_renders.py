@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -214,8 +215,8 @@ def test_no_secret_is_in_plain_text(name: str):
             # A switch and the path of a file.
             assert variable["name"] in ("TOKENIZERS_PARALLELISM", "RAY_TLS_SERVER_KEY")
         if "REDIS_URL" in variable["name"] and "value" in variable:
-            password = variable["value"].rpartition("@")[0].rpartition(":")[2]
-            assert password in ("", "$(HEADRACE_REDIS_PASSWORD)")
+            passwords = re.findall(r":([^:/@]*)@|password=([^&]*)", variable["value"])
+            assert {"".join(found) for found in passwords} <= {"", "$(HEADRACE_REDIS_PASSWORD)"}
 
 
 def test_the_url_and_the_user_of_a_redis_can_come_from_secrets():
@@ -245,9 +246,12 @@ def test_without_a_secret_url_the_user_of_a_secret_goes_into_the_url():
 def test_sentinels_are_named_in_the_url_and_let_through_with_the_servers_they_name():
     (container,) = ray_pods(rendered("sentinel"))["decode"]["spec"]["containers"]
     (url,) = (v["value"] for v in container["env"] if v["name"] == "HEADRACE_REDIS_URL")
-    assert url == "redis+sentinel://:$(HEADRACE_REDIS_PASSWORD)@sentinel.example:26379/cache/0"
+    password = "$(HEADRACE_REDIS_PASSWORD)"
+    assert url == f"redis+sentinel://:{password}@sentinel.example:26379/cache/0?sentinel_password={password}"
     factory = connection_factory(url.replace("$(HEADRACE_REDIS_PASSWORD)", "abc"), timeout_ms=250)
     assert (factory.service_name, factory.connection_kwargs["db"]) == ("cache", 0)
+    (sentinel,) = factory.sentinel_manager.sentinels
+    assert sentinel.connection_pool.connection_kwargs["password"] == "abc"
     (policy,) = (m for m in rendered("sentinel") if m["metadata"]["name"] == "demo-headrace-ray")
     assert [26379, 6379] in [[p["port"] for p in rule.get("ports", [])] for rule in policy["spec"]["egress"]]
 
@@ -284,6 +288,7 @@ def test_ray_asks_for_its_token(name: str):
         ({"networkPolicies": {"enabled": False}}, "tls.authoritySecret.name"),
         ({"networkPolicies": {"enabled": False}, "tls": {"authoritySecret": {"name": "a"}}}, "tenants.secretName"),
         ({"settings": {"insecure_network": True}}, "insecure_network"),
+        (merged(SENTINEL, {"redis": {"external": {"sentinel": {"withPassword": False}}}}), "Ray sends the password"),
         ({"redis": {"external": {"username": "u", "usernameSecret": {"name": "s"}}}}, "two users"),
     ],
 )
@@ -356,6 +361,7 @@ def test_every_value_changes_the_render(path: str, default: Any):
         merged(EVERYTHING, TOGETHER),
         merged(EVERYTHING, REDIS_BY_SECRETS),
         SENTINEL,
+        merged(SENTINEL, {"ray": {"gcsFaultTolerance": False}}),
     ):
         before = base_text(json.dumps(base))
         for candidate in candidates:
