@@ -1,0 +1,61 @@
+"""Where the parts of one host serve their metrics, so that a monitor can name the port."""
+
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.core.errors import ConfigInvalid
+from headrace.core.telemetry_limits import METRICS_PORTS
+from headrace.telemetry.metrics import Metrics, MetricsServer, other_metrics_ports, start_metrics_server
+
+
+@pytest.fixture
+def running() -> Iterator[list[MetricsServer]]:
+    servers: list[MetricsServer] = []
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def serve(running: list[MetricsServer], ports) -> MetricsServer:
+    running.append(start_metrics_server(Metrics().registry, "127.0.0.1", ports))
+    return running[-1]
+
+
+def three_free_ports(running: list[MetricsServer]) -> int:
+    """The first of three ports in a row that are free now."""
+    for first in range(29_000, 31_000, 3):
+        try:
+            servers = [start_metrics_server(Metrics().registry, "127.0.0.1", (first + number,)) for number in range(3)]
+        except ConfigInvalid:
+            continue
+        for server in servers:
+            server.close()
+        return first
+    raise AssertionError("no three free ports")
+
+
+def test_the_parts_of_a_host_take_the_first_free_ports_after_its_store_nodes(running):
+    """Fails when the one worker of a pod is not at the port that a monitor names, or two parts collide."""
+    first = three_free_ports(running)
+    assert serve(running, (first,)).port == first
+    ports = [serve(running, other_metrics_ports(first)).port for _ in range(2)]
+    assert ports[0] == first + 1
+    assert first + 1 < ports[1] < first + METRICS_PORTS
+    assert urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/metrics", timeout=60).status == 200
+
+
+def test_a_port_that_is_taken_is_refused_by_the_settings_name_and_the_ports(running):
+    """Fails when a second store node of a host starts without its metrics, or somewhere else."""
+    taken = serve(running, (0,)).port
+    with pytest.raises(ConfigInvalid, match=rf"metrics_port.*port {taken} of 127\.0\.0\.1"):
+        start_metrics_server(Metrics().registry, "127.0.0.1", (taken,))
+    with pytest.raises(ConfigInvalid, match=rf"any port of {taken}\.\.{taken}"):
+        start_metrics_server(Metrics().registry, "127.0.0.1", (taken, taken))
+
+
+def test_ports_end_where_ports_end_and_none_are_named_without_a_first_one():
+    assert tuple(other_metrics_ports(0)) == (0,)
+    assert max(other_metrics_ports(65_530)) == 65_535
+    assert len(other_metrics_ports(9_400)) == METRICS_PORTS - 1
