@@ -41,11 +41,15 @@ OVERLOADED_RETRY_MS = 1_000
 
 
 class RayWorkerCalls:
-    """WorkerCalls over the handles of the two worker deployments; without prefill workers, decode workers take both."""
+    """WorkerCalls over the handles of the two worker deployments; without prefill workers, decode workers take both.
+    Making it blocks until Serve's controller answers."""
 
     def __init__(self, *, prefill: DeploymentHandle | None, decode: DeploymentHandle, clock: Clock) -> None:
-        self._prefill = prefill
-        self._decode = decode
+        # A handle's first use asks Serve's controller, and stands still with this process's whole loop until that has
+        # answered: for many seconds where it is busy with a deployment, and for as long as Ray's head is away. So it
+        # is here, before a gateway takes calls.
+        self._prefill = None if prefill is None else prefill.options(stream=True)
+        self._decode = decode.options(stream=True)
         self._clock = clock
         self._presence = Presence(ray.util.get_node_ip_address())
 
@@ -105,7 +109,7 @@ class RayWorkerCalls:
         deadline = Deadline.after(timeout_ms / 1000, self._clock)
         caller = await self._presence.address()
         with own_request():
-            response = getattr(handle.options(stream=True), method).remote(call, caller)
+            response = getattr(handle, method).remote(call, caller)
         assert isinstance(response, DeploymentResponseGenerator)
         try:
             try:

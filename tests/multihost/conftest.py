@@ -9,7 +9,7 @@ from hosts import Network, why_no_hosts
 from tiny_model import make_tiny_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     if reason := why_no_hosts():
         pytest.skip(f"several hosts on one machine: {reason}")

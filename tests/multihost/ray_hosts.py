@@ -29,6 +29,8 @@ GCS_PORT, DASHBOARD_PORT, HTTP_PORT, GRPC_PORT, REDIS_PORT = 6379, 8265, 8000, 9
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 # Three Rays and as many models load on two cores that others use, too.
 START_WITHIN_S = 240
+# A `ray start` gives up after 30 s; whatever keeps services running on a host starts it again.
+AGAIN = ("sh", "-c", 'until "$@"; do sleep 1; done', "sh")
 BLOCK_TOKENS = 16
 
 
@@ -105,7 +107,8 @@ class RayHosts:
             wait_until(self.head_is_there, within_s=START_WITHIN_S, what="Ray's head")
             joining = [f"--address={self.head.address}:{GCS_PORT}"]
         return host.start(
-            BIN / "ray", "start", "--block", *joining, f"--node-ip-address={host.address}", f"--num-cpus={cpus}",
+            *AGAIN, BIN / "ray", "start", "--block", *joining,
+            f"--node-ip-address={host.address}", f"--num-cpus={cpus}",
             f"--object-store-memory={OBJECT_STORE_BYTES}", f"--resources={json.dumps(resources or {})}",
             environment=self.environment(host), log=host.home / "ray.log",
         )  # fmt: skip
