@@ -5,6 +5,7 @@ returns a whole part with `start` and `stop`, whose order of steps can be read h
 runs these parts (Ray, a test, a plain process) is not known here, and the heavy imports wait until a part is built.
 """
 
+import logging
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -32,6 +33,8 @@ from headrace.core.generation import (
 )
 from headrace.core.members import WorkerRecord, WorkerRole
 from headrace.core.ports import WorkerCalls
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
 
@@ -145,7 +148,7 @@ class Worker:
 
 
 def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
-    """Load the model, printing the progress, and join it to this host's store node and the index. Blocks while loading.
+    """Load the model, logging the progress, and join it to this host's store node and the index. Blocks while loading.
 
     Raises ModelRefused, ConfigInvalid.
     """
@@ -156,7 +159,7 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Wo
         config.engine,
         trust_group=config.gateway.trust_group,
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
-        report=print,
+        report=log.info,
         by_parts=True,
     )
     return join_worker(model, config, role=role, worker_id=worker_id)
@@ -179,7 +182,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
 
     check_network(config)
     clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
-    drafter = load_drafter(model, config.model, config.engine, clock=clock, report=print) if role.decodes else None
+    drafter = load_drafter(model, config.model, config.engine, clock=clock, report=log.info) if role.decodes else None
     engine = Engine(model, config.engine, clock=clock, drafter=drafter)
     host = host_id(config.store.arena_dir)
     membership = RedisMembership(config.index.redis_url, clock=clock)
