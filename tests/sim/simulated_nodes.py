@@ -111,7 +111,11 @@ class DirectStore:
             node = self.node.live()
             if node.lookup(namespace, chain[: first_block + 1]) <= first_block:
                 await node.waiters.wait(namespace, chain[first_block], timeout_s=wait_s)
-        run = await self._call(lambda node: node.lease(namespace, chain, first_block=first_block, retention=retention))
+        run = await self._call(
+            lambda node: node.lease(
+                namespace, chain, first_block=first_block, retention=retention, whole_from=whole_from
+            )
+        )
         self._lease_ends_s[run.lease_id] = asked_s + run.expires_in_ms / 1000
         return Lease(
             lease_id=run.lease_id,
@@ -119,16 +123,18 @@ class DirectStore:
             headers=tuple(block.header for block in run.blocks),
             slots=tuple(block.slot for block in run.blocks),
             expires_in_ms=run.expires_in_ms,
+            num_wide=min(len(run.blocks), max(0, whole_from - first_block)),
         )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         if self._mapped:
-            for header, slot in zip(lease.headers, lease.slots, strict=True):
+            for index, (header, slot) in enumerate(zip(lease.headers, lease.slots, strict=True)):
                 if self.node.arena.incarnation != lease.incarnation:
                     raise StoreUnavailable(self.node.node_id, "was restarted meanwhile")
                 if self._lease_ends_s[lease.lease_id] <= self.node.clock.now_s():
                     raise LeaseExpired(lease.lease_id)
-                yield self.node.arena.payload(slot, header.payload_bytes).toreadonly()
+                payload_view = self.node.arena.payload(slot, header.payload_bytes).toreadonly()
+                yield payload_view[: header.layout.wide_bytes] if index < lease.num_wide else payload_view
             return
         await self._travel()
         payloads = self.node.live().leased_payloads(lease.lease_id)
