@@ -203,6 +203,8 @@ class Release:
                 "HEADRACE_REDIS_URL": self._redis_url,
                 "HOME": str(self._folder),
                 "OMP_NUM_THREADS": "1",
+                # Ray's own patience with a node that starts is half a minute, which a busy machine may need.
+                "RAY_raylet_start_wait_time_s": "300",
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": self._token,
             }

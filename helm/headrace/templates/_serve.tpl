@@ -49,12 +49,14 @@ applications:
       {{- end }}
     deployments:
       - name: Gateway
+        graceful_shutdown_timeout_s: {{ int $values.drain.replicaSeconds }}
         ray_actor_options:
           num_cpus: 0.1
           resources:
             headrace_gateway: 1
       {{- if $prefill }}
       - name: PrefillWorker
+        graceful_shutdown_timeout_s: {{ int $values.drain.replicaSeconds }}
         ray_actor_options:
           num_cpus: 0.1
           num_gpus: {{ include "headrace.gpusPerWorker" (dict "gpus" (ternary $values.decodePods.gpusPerPod $values.prefillPods.gpusPerPod $together) "workers" (ternary $sharers $values.prefillPods.perPod $together)) }}
@@ -62,6 +64,7 @@ applications:
             headrace_prefill: 1
       {{- end }}
       - name: DecodeWorker
+        graceful_shutdown_timeout_s: {{ int $values.drain.replicaSeconds }}
         ray_actor_options:
           num_cpus: 0.1
           num_gpus: {{ include "headrace.gpusPerWorker" (dict "gpus" $values.decodePods.gpusPerPod "workers" $sharers) }}

@@ -30,6 +30,7 @@ from rendered_chart import (
 from headrace.admin.cli import main
 from headrace.core.telemetry_limits import METRICS_PORTS
 from headrace.wire.v1 import admin_pb2, inference_pb2
+from headrace_cluster.serve_app import SCALE_IN_GRACE_S
 
 RAY_PORTS = {6379, 8265, 10001, 52365}
 # Ray drains its node for so long before it ends, when its container is told to end.
@@ -170,6 +171,13 @@ def test_a_pod_has_time_for_all_that_it_does_before_it_ends(name: str):
         )
         waits = [int(n) for n in re.findall(r"(?:timeout|sleep) (\d+)", script[-1])]
         assert pod["spec"]["terminationGracePeriodSeconds"] >= RAY_DRAIN_S + sum(waits)
+
+
+@each
+def test_a_replica_that_is_replaced_has_time_for_its_streams(name: str):
+    """As long as a request may take: fails when a deployment has Serve's own few seconds."""
+    for deployment in serve_config(rendered(name))["applications"][0]["deployments"]:
+        assert deployment["graceful_shutdown_timeout_s"] >= SCALE_IN_GRACE_S
 
 
 def test_the_drain_before_the_end_is_a_command_that_exists():
