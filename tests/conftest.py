@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from headrace.index.embedded_valkey import EmbeddedValkey
 
-# How long an example takes tells what else the machine does, not whether the code is right.
-settings.register_profile("headrace", deadline=None)
+# How long an example takes tells what else the machine does, not whether the code is right. The examples are the same
+# in every run, so that a change is judged by itself; `pytest --hypothesis-profile=explore` looks for new ones.
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("headrace", derandomize=True, **PATIENT)
+settings.register_profile("explore", **PATIENT)
 settings.load_profile("headrace")
 
 
