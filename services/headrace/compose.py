@@ -268,10 +268,11 @@ class Gateway:
         self._parts = parts
 
     async def start(self) -> None:
-        """Be there for other gateways, know the workers, know what they hold; then be ready."""
+        """Be there for other gateways, know the workers, what they hold and their models' tokenizers; then be ready."""
         await self._start_peers()
         await self._service.start()
         await self._index_known()
+        await self._service.tokenizers.loaded()
 
     async def stop(self) -> None:
         """Stop following the workers, be unseen, then close connections. Idempotent."""

@@ -41,3 +41,8 @@ AUDIT_PEERS_MAX = 16
 
 # How long calls may go on by a channel whose certificate was replaced: as long as the longest call of all.
 OLD_CHANNEL_GRACE_S = 3_600.0
+
+# How long a gateway that starts waits for the tokenizers of models that are served already: the first one imports for
+# 3 s on a quiet machine. One that takes calls sooner keeps its first callers waiting for as long, while others, or the
+# gateway that it replaces, could serve them.
+TOKENIZERS_START_MS = 30_000

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from headrace.core.clock import Deadline
 from headrace.core.errors import ContextExceeded, InvalidRequest, ModelRefused
+from headrace.core.front_door_limits import TOKENIZERS_START_MS
 from headrace.core.limits import TOKENIZER_THREADS
 from headrace.core.sequence_room import SequenceRoom
 from headrace.wire.client_request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -151,6 +152,12 @@ class Tokenizers:
         """Begin to load a directory that was not asked for yet, so that its first caller need not wait."""
         if model_path not in self._loading:
             self._start_load(model_path)
+
+    async def loaded(self, *, timeout_ms: int = TOKENIZERS_START_MS) -> None:
+        """Wait for the loads under way, for so long at most. Whoever asks for one that failed is told why."""
+        loading = [load for load in self._loading.values() if not load.done()]
+        if loading:
+            await asyncio.wait(loading, timeout=timeout_ms / 1000)
 
     def is_loading(self, model_path: str) -> bool:
         """Whether a load is under way; false when it failed, since the next caller is told why."""

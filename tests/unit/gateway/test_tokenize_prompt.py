@@ -112,3 +112,27 @@ async def test_waiting_for_a_tokenizer_ends_at_the_deadline_and_spares_the_other
     release.set()
     assert (await patient).vocab_size == 257
     tokenizers.close()
+
+
+async def test_a_start_waits_for_tokenizers_that_are_being_read_and_not_for_ever():
+    """Fails when a new gateway takes calls that it keeps waiting while another one could answer them."""
+    read = threading.Event()
+
+    def load(model_path: str) -> PromptTokenizer:
+        assert read.wait(60)
+        return PromptTokenizer(tokenizer=None, vocab_size=1, longest_token_chars=1)
+
+    tokenizers = Tokenizers(load)
+    try:
+        tokenizers.preload("a model")
+        await tokenizers.loaded(timeout_ms=1)
+        assert tokenizers.is_loading("a model")
+        start = asyncio.create_task(tokenizers.loaded())
+        await asyncio.sleep(0)
+        assert not start.done()
+        read.set()
+        await start
+        assert not tokenizers.is_loading("a model")
+        await tokenizers.loaded()
+    finally:
+        tokenizers.close()
