@@ -41,15 +41,11 @@ def main() -> None:
         print(f"{batch:>5} " + " ".join(f"{ms:>12.1f}" for ms in medians) + f"  {medians[0] / medians[-1]:.2f}x")
 
 
-class _Pinned(ModelRunner):
-    """Every step on so many threads."""
-
-    def use_threads(self, num_rows: int) -> None:
-        super().use_threads(1 << 40 if self.threads > 1 else 1)
-
-
 def _pinned(runner: ModelRunner, threads: int) -> ModelRunner:
-    return _Pinned(runner.model, runner.kv, row_multiple=runner.row_multiple, threads=threads)
+    """Every step on so many threads."""
+    pinned = ModelRunner(runner.model, runner.kv, row_multiple=runner.row_multiple, threads=threads)
+    pinned.pin_threads(threads)
+    return pinned
 
 
 if __name__ == "__main__":

@@ -208,30 +208,34 @@ def paged_attention(
 
     query [1, heads, rows, head_dim]; key, value [1, kv_heads, rows, head_dim]. Gives [1, rows, heads, head_dim], None.
     """
-    context = _context.get()
-    if isinstance(context, ShapeProbe):
-        context.causal &= bool(getattr(module, "is_causal", True))
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     rule = LayerRule(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    attended = attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)
+    context = _context.get()
+    if isinstance(context, ShapeProbe):
+        context.causal &= bool(getattr(module, "is_causal", True))
+        context.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        context.windows[layer] = rule.window
+        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
+    keys_values = torch.cat((key[0], value[0])).transpose(0, 1)
+    attended = attend(layer, query[0].transpose(0, 1), keys_values, rule)
     return attended.view(1, query.shape[2], query.shape[1], -1), None
 
 
-def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: LayerRule) -> torch.Tensor:
+def attend(layer: int, query: torch.Tensor, keys_values: torch.Tensor, rule: LayerRule) -> torch.Tensor:
     """Store the rows' K and V in the pool, then attend over each sequence's blocks.
 
-    query [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]. Returns [rows, heads * head_dim], valid until
-    the next layer's call. Rows behind the context's real ones are padding: stored nowhere, and zero in the result.
+    query [rows, heads, head_dim]; keys_values [rows, 2 * kv_heads, head_dim], all heads of K first. Returns
+    [rows, heads * head_dim], valid until the next layer's call. Rows behind the context's real ones are padding: stored
+    nowhere, and zero in the result.
     """
     context = _context.get()
     if isinstance(context, ShapeProbe):
-        context.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        context.shapes[layer] = (keys_values.shape[1] // 2, keys_values.shape[2], keys_values.shape[2])
         context.windows[layer] = rule.window
-        return query.new_zeros((query.shape[0], query.shape[1] * value.shape[2]))
+        return query.new_zeros((query.shape[0], query.shape[1] * query.shape[2]))
     context, layer = context.of_layer(layer, rule)
-    num_rows = context.slots.shape[0]
-    context.kv.write_rows(layer, context.slots, key[:num_rows].transpose(0, 1), value[:num_rows].transpose(0, 1))
+    context.kv.write_rows(layer, context.slots, keys_values[: context.slots.shape[0]].transpose(0, 1))
     plan = context.plans.get(rule.window)
     if plan is None:
         plan = context.plans[rule.window] = _plan_step(context, query, rule.window)

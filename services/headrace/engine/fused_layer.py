@@ -83,15 +83,16 @@ class FusedLayer(nn.Module):
         self, hidden: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
     ) -> torch.Tensor:
         """hidden [1, rows, hidden size]; position_embeddings as RotaryTables gives them."""
-        heads, all_keys = self.heads, self.heads + self.kv_heads
-        # [rows, heads + 2 * kv_heads, head_dim]
+        heads = self.heads
+        # [rows, heads of the query + of K + of V, head_dim]
         projected = self.qkv_proj(self.input_norm(hidden)).view(hidden.shape[1], -1, self.head_dim)
-        turned, value = projected[:, :all_keys], projected[:, all_keys:]
+        turned = projected[:, : heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
-            turned = torch.cat((self.q_norm(turned[:, :heads]), self.k_norm(turned[:, heads:])), dim=1)
+            turned[:, :heads] = self.q_norm(turned[:, :heads])
+            turned[:, heads:] = self.k_norm(turned[:, heads:])
         if self.rotates:
-            turned = rotate(turned, *position_embeddings)
-        attended = attend(self.layer_idx, turned[:, :heads], turned[:, heads:], value, self.rule)
+            rotate(turned, *position_embeddings)
+        attended = attend(self.layer_idx, projected[:, :heads], projected[:, heads:], self.rule)
         hidden = _add_product(hidden, self.o_proj, attended.unsqueeze(0))
         gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)
         return _add_product(hidden, self.down_proj, self.activation(gate).mul_(up))
@@ -133,9 +134,12 @@ class RotaryTables(nn.Module):
 
 
 def rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, halves paired: (a, b) becomes (a cos - b sin, b cos + a sin). heads [rows, heads, head_dim]."""
+    """Rotary positions, in place, halves paired: (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    heads [rows, heads, head_dim].
+    """
     swapped = heads.roll(heads.shape[-1] // 2, -1)
-    return (heads * cosines).addcmul_(swapped, sines)
+    return heads.mul_(cosines).addcmul_(swapped, sines)
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:

@@ -25,6 +25,7 @@ from headrace.core.key_window import KeyWindow, model_window
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.check_model import local_directory
 from headrace.engine.codec_bound import codec_line, lossy_codec
+from headrace.engine.collapse_pages import collapse_pages
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 from headrace.engine.fused_layer import fuse_layers
@@ -44,6 +45,7 @@ from headrace.engine.packed_linear import pack_linears
 from headrace.engine.probe_shapes import probe_shapes, windows_line
 
 TORCH_THREADS_MAX = 4  # what `torch_threads: 0` means at most; more workers on a host serve it better than more threads
+HUGE_WEIGHT_BYTES = 64 << 20  # weights that a cache holds from step to step gain nothing by huge pages
 CODE_FILES = (
     "attention",
     "compare_forward",
@@ -108,8 +110,11 @@ def load_model(
     if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max, near)) is not None:
         report(f"{name}: {windowed}")
     if model.device.type == "cpu":
+        weight_bytes = sum(weight.nbytes for weight in model.parameters())
         fuse_layers(model)
         pack_linears(model)
+        if weight_bytes >= HUGE_WEIGHT_BYTES:
+            collapse_pages()
     numerics = _check_numerics(
         settings,
         name=name,

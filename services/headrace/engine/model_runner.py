@@ -4,6 +4,7 @@ This file owns how sequences become the rows of one call of the model, and the p
 asks for. It knows nothing of requests, sampling or who owns a block; the caller's block tables are trusted.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -16,9 +17,11 @@ from headrace.engine.attention import TILE, Scratch, SequenceSpan, StepContext, 
 from headrace.engine.layered_kv import LayeredKV, PoolKV
 from headrace.engine.packed_linear import PackedLinear
 from headrace.engine.paged_kv import PagedKV
+from headrace.engine.thread_choice import ThreadChoice
 
-# Multiplications in the middle-sized linear layer of a step below which one thread does the step: 16 M take about
-# 0.2 ms on one core, and waking a second thread and waiting for it takes 0.05 to 0.2 ms.
+# Multiplications in the middle-sized linear layer of a step from which all threads do the step, whoever else wants a
+# core: 16 M take about 0.2 ms on one core, and waking a second thread and waiting for it takes 0.05 to 0.2 ms. Below,
+# `thread_choice.py` tries which is faster.
 PARALLEL_WORK_MIN = 16 * 1024 * 1024
 
 
@@ -53,6 +56,7 @@ class ModelRunner:
             if isinstance(module, nn.Linear | PackedLinear)
         ]
         self._linear_weights = median(sizes) if sizes else PARALLEL_WORK_MIN
+        self._choice = ThreadChoice(max(1, threads))
 
     @torch.inference_mode()
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
@@ -73,6 +77,7 @@ class ModelRunner:
         for which, step in enumerate(steps):
             end = which_to_span[which].row + len(step.token_ids)
             wanted += range(end - step.num_logits, end)
+        started_s = time.perf_counter()
         self.use_threads(len(token_ids))
         device = self.kv.device
         with attending(context):
@@ -83,17 +88,23 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=torch.tensor(self._padded(wanted or [0]), device=device),
             )
-        return output.logits[0, : len(wanted)].float().cpu()
+        logits = output.logits[0, : len(wanted)].float().cpu()
+        if self._is_small(len(token_ids)):
+            self._choice.took(len(token_ids), time.perf_counter() - started_s)
+        return logits
 
     def use_threads(self, num_rows: int) -> None:
-        """Set torch's thread count, which belongs to the calling thread, for a step of so many rows.
-
-        Small steps (decoding with a small model) run on one thread: waking the others costs about what they save when
-        cores are idle, and many times that when another process has the core.
-        """
-        threads = self.threads if num_rows * self._linear_weights >= PARALLEL_WORK_MIN else 1
+        """Set torch's thread count, which belongs to the calling thread, for a step of so many rows."""
+        threads = self._choice.choose(num_rows) if self._is_small(num_rows) else self.threads
         if self.threads and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+    def pin_threads(self, threads: int) -> None:
+        """From now on small steps run on so many threads, whatever is faster."""
+        self._choice.pin(threads)
+
+    def _is_small(self, num_rows: int) -> bool:
+        return num_rows * self._linear_weights < PARALLEL_WORK_MIN
 
     def _padded(self, rows: list[int]) -> list[int]:
         return rows + [0] * (-len(rows) % self.row_multiple)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.core.block import KvLayout
-from headrace.engine.attention import TILE
+from headrace.engine.attention import HEAD_ROWS, TILE
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.packed_linear import PackedLinear
 from headrace.engine.paged_kv import PagedKV
@@ -29,6 +29,9 @@ ROW_MULTIPLES = (4, 8, 16)
 # Numbers of rows, in row multiples, that each linear layer is tried with.
 LINEAR_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 25)
 
+# Ends of tiles, in tiles, whose keys attention's products are tried with: libraries choose by such sizes how to cut.
+PRODUCT_TILES = (1, 2, 3, 8, 9, 32)
+
 
 def probe_runner(model: PreTrainedModel, layout: KvLayout, *, row_multiple: int, threads: int) -> ModelRunner:
     """A runner over a small pool of its own, for the probes."""
@@ -38,10 +41,14 @@ def probe_runner(model: PreTrainedModel, layout: KvLayout, *, row_multiple: int,
 
 
 def find_row_multiple(model: PreTrainedModel, layout: KvLayout, *, threads: int) -> int | None:
-    """The smallest row multiple under which no bit depends on chunking or batch; None when none of them does it."""
+    """The smallest row multiple under which no bit depends on chunking, batch or the number of threads of a small step;
+    None when none of them does it."""
     for row_multiple in ROW_MULTIPLES:
         runner = probe_runner(model, layout, row_multiple=row_multiple, threads=threads)
-        if _linears_agree(runner) and _runs_agree(runner):
+        if all(
+            _linears_agree(runner, count) and _products_agree(runner, count) and _runs_agree(runner, count)
+            for count in sorted({1, max(1, threads)})
+        ):
             return row_multiple
     return None
 
@@ -57,8 +64,11 @@ def probe_numerics(runner: ModelRunner) -> str:
     return hashlib.sha256(runner.kv.bytes_in_order(table, len(prompt))).hexdigest()[:32]
 
 
-def _runs_agree(runner: ModelRunner) -> bool:
-    """One prompt in one piece, in ragged pieces and single rows, and among strangers: equal KV bytes and logits."""
+def _runs_agree(runner: ModelRunner, threads: int) -> bool:
+    """One prompt in one piece, in ragged pieces and single rows, and among strangers: equal KV bytes and logits.
+
+    threads: of small steps, all but the one piece and what is compared with it.
+    """
     block_tokens = runner.kv.layout.block_tokens
     prompt = _tokens(PROBE_TOKENS, runner, salt=1)
     strangers = [_tokens(STRANGER_TOKENS, runner, salt=salt) for salt in (2, 3)]
@@ -76,9 +86,11 @@ def _runs_agree(runner: ModelRunner) -> bool:
         return SequenceStep(strangers[which][first:last], first, tables[1 + which], 1)
 
     middle, end = TILE + 1, PROBE_TOKENS
+    runner.pin_threads(1)
     whole = runner.run_step([piece(0, end)])[0]
     whole_kv = runner.kv.bytes_in_order(table, end)
     alone = runner.run_step([stranger(0, 0, 30)])[0]
+    runner.pin_threads(threads)
 
     cuts = (0, 77, TILE, middle, middle + 1, middle + 6, end - 1, end)
     ragged = [runner.run_step([piece(a, b)])[0] for a, b in pairwise(cuts)]
@@ -104,21 +116,49 @@ def _runs_agree(runner: ModelRunner) -> bool:
 
 
 @torch.inference_mode()
-def _linears_agree(runner: ModelRunner) -> bool:
-    """Each shape of linear layer: a row's bits are the same among few rows as among many."""
+def _linears_agree(runner: ModelRunner, threads: int) -> bool:
+    """Each shape of linear layer: a row's bits are the same among few rows as among many. threads: of small steps."""
     for linear in _distinct_linears(runner.model):
         rows_max = LINEAR_ROWS[-1] * runner.row_multiple
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn((1, rows_max, linear.in_features), generator=generator)
-        rows = rows.to(device=runner.model.device, dtype=runner.model.dtype)
+        rows = _numbers(runner, 1, rows_max, linear.in_features)
+        runner.pin_threads(1)
         runner.use_threads(rows_max)
         reference = linear(rows)
+        runner.pin_threads(threads)
         for multiples in LINEAR_ROWS:
             count = multiples * runner.row_multiple
             runner.use_threads(count)
             if not torch.equal(linear(rows[:, -count:]), reference[:, -count:]):
                 return False
     return True
+
+
+@torch.inference_mode()
+def _products_agree(runner: ModelRunner, threads: int) -> bool:
+    """Attention's two products, at contexts longer than the probe's prompts: a row's bits are the same in a whole tile
+    as among few rows, of one sequence or of several. threads: for the few."""
+    heads, head_dim = runner.kv.layout.num_kv_heads, runner.kv.layout.head_dim
+    agree = True
+    for tiles in PRODUCT_TILES:
+        keys, queries = (_numbers(runner, heads, count, head_dim) for count in (tiles * TILE, 3 * TILE))
+        torch.set_num_threads(1)
+        whole = torch.bmm(queries, keys.transpose(1, 2))
+        whole_result = torch.bmm(torch.softmax(whole, dim=-1), keys)
+        torch.set_num_threads(threads)
+        for sequences in (1, 4):
+            several = keys.repeat(sequences, 1, 1)
+            for rows in (slice(HEAD_ROWS), slice(-3 * HEAD_ROWS, None)):
+                scores = torch.bmm(queries[:, rows].repeat(sequences, 1, 1), several.transpose(1, 2))
+                result = torch.bmm(torch.softmax(scores, dim=-1), several)
+                agree &= torch.equal(scores, whole[:, rows].repeat(sequences, 1, 1))
+                agree &= torch.equal(result, whole_result[:, rows].repeat(sequences, 1, 1))
+    return agree
+
+
+def _numbers(runner: ModelRunner, *shape: int) -> torch.Tensor:
+    """Fixed numbers as the model has them."""
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return numbers.to(device=runner.model.device, dtype=runner.model.dtype)
 
 
 def _distinct_linears(model: nn.Module) -> Iterator[nn.Linear | PackedLinear]:

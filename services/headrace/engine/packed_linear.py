@@ -21,14 +21,16 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._added_product = torch.ops.mkldnn._linear_pointwise.binary
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [..., in_features] -> [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return self._product(rows, self.packed, self.bias, "none", [], "")
 
     def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """residual [..., out_features] plus the product, rounded once."""
-        return torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self.packed, self.bias, "add")
+        return self._added_product(rows, residual, self.packed, self.bias, "add")
 
 
 def pack_linears(model: nn.Module) -> int:

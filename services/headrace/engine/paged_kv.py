@@ -54,6 +54,10 @@ class PagedKV:
         # What a payload has of each block, in its order.
         self._parts = (self.pool,) if self._is_raw else (self._scales, self.pool)
         self._num_runs = layers * two * heads
+        # Views of each layer's part, made once since they are wanted in every layer of every step: by
+        # [K's and V's heads, slots, head_dim], and by [K's and V's heads x blocks, numbers of a block].
+        self._by_slot = tuple(layer.view(two * heads, -1, head_dim) for layer in self.pool)
+        self._by_run = tuple(layer.view(-1, block_tokens * head_dim) for layer in self.pool)
         self._staging = threading.local()
         self._blocks: tuple[np.ndarray[Any, Any], ...] | None = None
         if self.device.type == "cpu":
@@ -62,17 +66,16 @@ class PagedKV:
                 part.flatten(4).view(torch.uint8).view(self._num_runs, num_blocks, -1).numpy() for part in self._parts
             )
 
-    def write_rows(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store one layer's rows, `[num_kv_heads, rows, head_dim]` each.
+    def write_rows(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store one layer's K and V of some tokens, `[2 * num_kv_heads, tokens, head_dim]`, all heads of K first.
 
-        slots: [rows] int64, block_id * block_tokens + offset; the caller owns the blocks.
+        slots: [tokens] int64, block_id * block_tokens + offset; the caller owns the blocks.
         """
-        for which, rows in enumerate((key, value)):
-            codes = rows
-            if not self._is_raw:
-                codes, scales = encode_rows(rows, codec=self.layout.codec)
-                self._scales[layer, which].flatten(1, 2)[:, slots] = scales
-            self.pool[layer, which].flatten(1, 2).index_copy_(1, slots, codes)
+        codes = rows
+        if not self._is_raw:
+            codes, scales = encode_rows(rows, codec=self.layout.codec)
+            self._scales[layer].view(rows.shape[0], -1)[:, slots] = scales
+        self._by_slot[layer].index_copy_(1, slots, codes)
 
     def rows_of(self, block_tables: torch.Tensor) -> torch.Tensor:
         """For `gather`: where K and V of these blocks are, `[2, sequences, num_kv_heads, blocks]` of the pool's runs.
@@ -85,7 +88,7 @@ class PagedKV:
 
     def gather(self, layer: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Copy one layer's blocks in the model's dtype. rows: [n]; out: [n, block_tokens * head_dim]."""
-        codes = self.pool[layer].view(-1, out.shape[1])
+        codes = self._by_run[layer]
         if self._is_raw:
             torch.index_select(codes, 0, rows, out=out)
             return

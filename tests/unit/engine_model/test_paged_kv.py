@@ -57,7 +57,7 @@ def test_a_quantised_pools_block_is_what_the_codec_makes_of_its_rows(codec):
     for rows in ([5, 0, 7], [1, 2, 3, 4], [6]):  # in any order, in several steps
         slots = torch.tensor(rows) + 4 * kv.layout.block_tokens
         for layer in range(3):
-            kv.write_rows(layer, slots, numbers[layer, 0][:, rows], numbers[layer, 1][:, rows])
+            kv.write_rows(layer, slots, numbers[layer].flatten(0, 1)[:, rows])
     expected = torch.empty(kv.layout.block_bytes, dtype=torch.uint8)
     coder = BlockCoder(kv.layout)
     coder.encode(numbers, expected)
@@ -75,7 +75,7 @@ def test_a_quantised_pools_block_is_what_the_codec_makes_of_its_rows(codec):
 def test_a_raw_pool_gathers_what_was_written():
     kv = make_kv()
     rows = torch.randn((2, 2, 3, 16), generator=torch.Generator().manual_seed(2)).bfloat16()
-    kv.write_rows(1, torch.tensor([9, 8, 47]), rows[0], rows[1])
+    kv.write_rows(1, torch.tensor([9, 8, 47]), rows.flatten(0, 1))
     gathered = gather(kv, 1, [5, 1])
     assert torch.equal(gathered[:, :, [9, 8, 7]], rows)
     assert not kv.pool[[0, 2]].any()
