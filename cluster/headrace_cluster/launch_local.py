@@ -23,6 +23,7 @@ from headrace.config import Config, config_to_flat, load_config
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
 from headrace.engine.drafter import NGRAM, OFF
+from headrace.telemetry.tracing import check_tracing
 from headrace.transfer.check_network import check_network, name_to_call
 from headrace_cluster.local_instance import (
     CONFIG_FILE,
@@ -70,6 +71,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
         check_network(config, front_door=config.gateway.http_host)
         name_to_call(config, config.gateway.http_host)
         check_tenants(config.gateway)
+        check_tracing(config.telemetry.otlp_endpoint)
         check_drafter(config.model, config.engine)
         prepare_model(config.model, report=report)
         instance_id = secrets.token_hex(4)

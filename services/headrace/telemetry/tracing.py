@@ -10,6 +10,7 @@ own, and are dropped when there is no room. One line says that it began, another
 """
 
 import asyncio
+import importlib.util
 import logging
 import socket
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -148,6 +149,13 @@ async def stream_under(
             async for event in steps:
                 see(event)
                 yield event
+
+
+def check_tracing(endpoint: str) -> None:
+    """Refuse an endpoint for which the library is not installed, before anything starts. Raises ConfigInvalid."""
+    for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.exporter.otlp"):
+        if endpoint and importlib.util.find_spec(name) is None:
+            raise ConfigInvalid("otlp_endpoint", f"needs {name}; install headrace[otel]")
 
 
 def start_tracing(endpoint: str, *, part: str, instance_id: str = "") -> Tracing | None:

@@ -200,12 +200,12 @@ async def test_calls_to_store_nodes_carry_nothing_when_nothing_is_traced(tiny_mo
 
 def test_an_endpoint_without_the_library_names_the_extra(tmp_path: Path):
     """Fails when the first request fails instead of the start, or nobody is told what to install."""
-    code = "import sys; sys.modules['opentelemetry.exporter'] = None\n"
-    code += "from headrace.telemetry.tracing import start_tracing\nstart_tracing('http://127.0.0.1:4317', part='x')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "headrace[otel]" in done.stderr
-    assert ConfigInvalid.__name__ in done.stderr
+    hidden = "import sys; sys.modules['opentelemetry'] = None\nfrom headrace.telemetry.tracing import *\n"
+    for call in ("start_tracing('http://127.0.0.1:4317', part='x')", "check_tracing('http://127.0.0.1:4317')"):
+        done = subprocess.run([sys.executable, "-c", hidden + call], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "headrace[otel]" in done.stderr
+        assert ConfigInvalid.__name__ in done.stderr
 
 
 def only(spans: list) -> object:
