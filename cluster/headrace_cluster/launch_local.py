@@ -24,7 +24,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
 from headrace.engine.drafter import NGRAM, OFF
 from headrace.telemetry.tracing import check_tracing
-from headrace.transfer.check_network import check_network, name_to_call
+from headrace.transfer.check_network import check_network, check_own_calls, name_to_call
 from headrace_cluster.local_instance import (
     CONFIG_FILE,
     INSTANCE_VARIABLE,
@@ -70,6 +70,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
         _clean_up(state_dir, report)
         check_network(config, front_door=config.gateway.http_host)
         name_to_call(config, config.gateway.http_host)
+        check_own_calls(config)
         check_tenants(config.gateway)
         check_tracing(config.telemetry.otlp_endpoint)
         check_drafter(config.model, config.engine)

@@ -10,7 +10,7 @@ from certificates_kit import Pki, make_pki
 from headrace.config import load_config
 from headrace.core.errors import ConfigInvalid
 from headrace.transfer.check_certificate import check_certificate, covers
-from headrace.transfer.check_network import check_network, name_to_call
+from headrace.transfer.check_network import check_network, check_own_calls, name_to_call
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,16 @@ def test_this_machine_calls_its_gateway_by_a_name_that_the_certificate_has(pki: 
     assert name_to_call(elsewhere, "10.9.8.7") == "10.9.8.7"
     with pytest.raises(ConfigInvalid, match=r"does not name 127.0.0.1 or localhost.*10.9.8.7"):
         name_to_call(elsewhere, "0.0.0.0")
+
+
+def test_a_system_that_its_own_gateway_would_not_let_in_is_refused(pki: Pki, tmp_path: Path):
+    """Fails when `up` waits for minutes for a gateway that refuses it."""
+    check_own_calls(load_config(files(pki.good), environ={}))
+    with pytest.raises(ConfigInvalid, match=r"tls_client_ca_file.*beside that of callers"):
+        check_own_calls(load_config(files(pki.good, tls_client_ca_file=pki.caller.ca_file), environ={}))
+    both = tmp_path / "both.pem"
+    both.write_bytes(Path(pki.caller.ca_file).read_bytes() + Path(pki.good.ca_file).read_bytes())
+    check_own_calls(load_config(files(pki.good, tls_client_ca_file=str(both)), environ={}))
 
 
 def test_names_cover_hosts_as_peers_see_it():

@@ -92,6 +92,24 @@ def name_to_call(config: Config, host: str) -> str:
     )
 
 
+def check_own_calls(config: Config) -> None:
+    """Whoever starts a system on one machine calls its gateway to see it ready, with the system's own certificate.
+
+    Raises ConfigInvalid when the gateway would not let that in.
+    """
+    network = config.network
+    if not network.tls_client_ca_file:
+        return
+    try:
+        check_certificate(network.tls_cert_file, network.tls_key_file, ca_file=network.tls_client_ca_file)
+    except ConfigInvalid as error:
+        raise ConfigInvalid(
+            "tls_client_ca_file",
+            f"this system calls its own gateway, which would refuse it ({error.why}): put the authority of "
+            f"{network.tls_cert_file} into {network.tls_client_ca_file}, beside that of callers",
+        ) from error
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to what listens there."""
     if host == "localhost":

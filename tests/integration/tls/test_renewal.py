@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import socket
 import ssl
 import threading
@@ -39,7 +38,13 @@ def read(path: str) -> bytes:
 
 
 def write(path: str, content: bytes) -> None:
-    Path(path).write_bytes(content)
+    """Replaced, and not written over: two writes within one tick of the file system's clock look alike."""
+    Path(path + ".new").write_bytes(content)
+    os.replace(path + ".new", path)
+
+
+def copy(source: str, target: str) -> None:
+    write(target, read(source))
 
 
 def pem(path: str) -> bytes:
@@ -144,9 +149,9 @@ async def test_an_authority_is_replaced_in_steps_without_a_moment_in_which_someb
         old_ca, new_ca = read(paths.ca_file), read(other.ca_file)
         write(paths.ca_file, old_ca + new_ca)
         assert await whoami(b"", timeout=60) == pem(paths.cert_file)
-        shutil.copy(other.key_file, paths.key_file)  # for a moment the two do not fit, and the last good ones serve
+        copy(other.key_file, paths.key_file)  # for a moment the two do not fit, and the last good ones serve
         assert await whoami(b"", timeout=60) != pem(other.cert_file)
-        shutil.copy(other.cert_file, paths.cert_file)
+        copy(other.cert_file, paths.cert_file)
         assert await whoami(b"", timeout=60) == pem(other.cert_file)
         write(paths.ca_file, new_ca)
         assert await whoami(b"", timeout=60) == pem(other.cert_file)
@@ -167,13 +172,13 @@ async def test_files_that_are_wrong_are_not_taken_and_the_log_says_why(
     tls = tls_of(paths)
     old = tls.current()
     if wrong == "key of another":
-        shutil.copy(own_pki.stranger.key_file, paths.key_file)
+        copy(own_pki.stranger.key_file, paths.key_file)
     elif wrong == "expired":
         for name in ("cert_file", "key_file"):
-            shutil.copy(getattr(own_pki.expired, name), getattr(paths, name))
+            copy(getattr(own_pki.expired, name), getattr(paths, name))
     elif wrong == "of another authority":
         for name in ("cert_file", "key_file"):
-            shutil.copy(getattr(own_pki.stranger, name), getattr(paths, name))
+            copy(getattr(own_pki.stranger, name), getattr(paths, name))
     elif wrong == "half a file":
         write(paths.cert_file, old.cert[: len(old.cert) // 2])
     else:
@@ -247,7 +252,7 @@ async def test_an_https_server_shows_the_new_certificate_to_new_connections(own_
     writer.write(b"still here\n")
     assert await reader.readline() == b"still here\n"
     writer.close()
-    shutil.copy(own_pki.stranger.key_file, paths.key_file)
+    copy(own_pki.stranger.key_file, paths.key_file)
     assert await asyncio.to_thread(shown_to_a_caller, port, trusting) == new
     server.close()
 
