@@ -3,6 +3,7 @@
 The tests share one cluster and are in the order of what they do to it.
 """
 
+import json
 import os
 import signal
 import threading
@@ -14,12 +15,14 @@ from itertools import count
 
 import pytest
 import redis
+from click.testing import CliRunner
 from fleet import BLOCK_TOKENS, TOKENS, Fleet, make_prompt
-from hosts import wait_until
-from ray_hosts import START_WITHIN_S
+from hosts import Host, wait_until
+from ray_hosts import GRPC_PORT, START_WITHIN_S
 
+from headrace.admin.cli import main
 from headrace.client.client import HeadraceClient
-from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling, TokenDelta
+from headrace.client.values import COLD, CacheOptions, Event, GenerateResult, Sampling, TokenDelta
 from headrace.core.block import CacheSource
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import CachedTokens
@@ -95,6 +98,19 @@ def test_each_host_has_its_own_store_node_which_its_workers_use(fleet: Fleet):
     assert nodes["a"].host != nodes["b"].host
     assert nodes["b"].address.startswith(f"{fleet.b.address}:")
     assert len(fleet.workers(fleet.a)) == len(fleet.workers(fleet.b)) == len(fleet.workers(fleet.a, "prefill")) == 1
+
+
+def test_cache_verify_asks_every_worker_for_what_every_host_has(fleet: Fleet):
+    """Fails when the command leaves out a way by which blocks come, or what it says is not what came."""
+    address = f"{fleet.a.address}:{GRPC_PORT}"
+    done = CliRunner().invoke(main, ["cache", "verify", "--address", address, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["equal"]
+    ways = {(check["store_node"], check["source"], check["computed_on"]) for check in found["checks"]}
+    near = {(node, source, node) for node in "ab" for source in ("device", "shared_memory")}
+    assert ways == near | {("a", "cold", ""), ("b", "cold", ""), ("a", "grpc", "b"), ("b", "grpc", "a")}
+    assert {check["cached_tokens"] for check in found["checks"] if check["source"] != "cold"} == {HIT}
 
 
 def answers(fleet: Fleet, prompt: list[int], expected: GenerateResult) -> GenerateResult:
@@ -188,6 +204,31 @@ def go_on(outcome: Outcome, *, what: str) -> None:
     wait_until(lambda: outcome.right > before + 20, within_s=120, what=f"answers {what}")
 
 
+@dataclass
+class LongStream:
+    """A stream that has begun, and what it must come to."""
+
+    events: Iterator[Event]
+    begun: list[Event]
+    expected: tuple[int, ...]
+
+    def check_to_its_end(self) -> None:
+        events = [*self.begun, *self.events]
+        assert tuple(event.token_id for event in events if isinstance(event, TokenDelta)) == self.expected
+
+
+@contextmanager
+def long_stream(fleet: Fleet, host: Host) -> Iterator[LongStream]:
+    """A stream of the decode worker of a host through its proxy."""
+    (worker,), client = fleet.workers(host), fleet.clients[host.name]
+    prompt, long = next(prompts()), Sampling(max_tokens=400, ignore_eos=True)
+    cache = CacheOptions(decode_worker=worker.worker_id)
+    expected = client.generate(prompt, sampling=long, cache=COLD, timeout_s=120).token_ids
+    with client.stream(prompt, sampling=long, cache=cache, timeout_s=120) as stream:
+        events = iter(stream)
+        yield LongStream(events, [next(events), next(events)], expected)
+
+
 def member_ids(fleet: Fleet) -> set[str]:
     status = fleet.client.status()
     return {worker.worker_id for worker in status.workers} | {gateway.gateway_id for gateway in status.gateways}
@@ -210,27 +251,37 @@ def test_new_settings_replace_workers_and_gateways_under_load_and_no_request_is_
     assert fleet.ask(kept, on=fleet.a, sources=FROM_MEMORY).usage.cached == CachedTokens(shared_memory=HIT)
 
 
+def replace_process(fleet: Fleet, host: Host, deployment: str) -> None:
+    """Kill the one replica of a deployment on a host, and wait for another one in its place."""
+    before = member_ids(fleet)
+    (pid,) = host.pids(f"ray::ServeReplica:headrace:{deployment}")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(
+        lambda: fleet.is_whole() and len(member_ids(fleet) & before) == len(before) - 1,
+        within_s=START_WITHIN_S,
+        what=f"another {deployment} on {host.name}",
+    )
+
+
 def test_without_its_head_the_cluster_serves_on_and_with_a_new_one_it_can_be_changed_again(fleet: Fleet):
-    """Fails when an answer needs Ray's head, or a head that comes back does not know what runs."""
-    head, members = fleet.ray.head, member_ids(fleet)
-    with load_on(fleet) as outcome:
-        go_on(outcome, what="before")
+    """Fails when an answer needs Ray's head, the first one of a new gateway, too, or a head that comes back does not
+    know what runs."""
+    head, prompt = fleet.ray.head, next(prompts())
+    replace_process(fleet, fleet.b, "Gateway")
+    members, expected = member_ids(fleet), fleet.cold(prompt)
+    with long_stream(fleet, fleet.a) as stream:
         head.kill_processes()
+        stream.check_to_its_end()
+    assert fleet.ask(prompt, on=fleet.b).token_ids == expected
+    with load_on(fleet) as outcome:
         go_on(outcome, what="without a head")
         wait_until_it_crosses(fleet)
         fleet.ray.start_ray(head, cpus=0)
         fleet.ray.wait_until_running()
         go_on(outcome, what="with a new head")
-        assert member_ids(fleet) == members
     assert outcome.wrong == []
-    (killed,) = fleet.workers(fleet.b)
-    (pid,) = fleet.b.pids("ray::ServeReplica:headrace:DecodeWorker")
-    os.kill(pid, signal.SIGKILL)
-    wait_until(
-        lambda: fleet.is_whole() and killed.worker_id not in member_ids(fleet),
-        within_s=START_WITHIN_S,
-        what="another worker in place of the one that was killed",
-    )
+    assert member_ids(fleet) == members
+    replace_process(fleet, fleet.b, "DecodeWorker")
     wait_until_it_crosses(fleet)
 
 
@@ -245,18 +296,11 @@ def test_a_host_that_dies_takes_its_own_streams_and_entries_and_another_takes_it
     for ever, or a host that joins gets neither store node nor worker."""
     dead, prompt = fleet.b, next(prompts())
     held = fleet.ask(prompt, on=dead)
-    (worker,) = fleet.workers(fleet.a)
-    long = Sampling(max_tokens=400, ignore_eos=True)
-    cache = CacheOptions(decode_worker=worker.worker_id)
-    quiet = fleet.client.generate(prompt, sampling=long, cache=COLD, timeout_s=120).token_ids
     wait_until(lambda: b"node:b" in holders_in_index(fleet), within_s=60, what="entries of b")
-    with fleet.client.stream(prompt, sampling=long, cache=cache, timeout_s=120) as stream:
-        events = iter(stream)
-        begun = [next(events), next(events)]
+    with long_stream(fleet, fleet.a) as stream:
         dead.kill()
         fleet.clients.pop("b").close()
-        streamed = [event.token_id for event in (*begun, *events) if isinstance(event, TokenDelta)]
-    assert tuple(streamed) == quiet
+        stream.check_to_its_end()
     wait_until(
         lambda: {node.node_id for node in fleet.client.status().store_nodes} == {"a"}, within_s=60, what="b gone"
     )

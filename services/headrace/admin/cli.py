@@ -11,6 +11,7 @@ from headrace.admin.cache_commands import cache
 from headrace.admin.cache_details import show_block, why_miss
 from headrace.admin.certs_commands import certs
 from headrace.admin.chat import chat
+from headrace.admin.check_command import cache_verify
 from headrace.admin.completion_command import completion
 from headrace.admin.config_commands import config
 from headrace.admin.diagnose_command import diagnose
@@ -45,6 +46,7 @@ for command in (
     show_block,
     why_miss,
     warm_cache,
+    cache_verify,
     pin_prefix,
     unpin_prefix,
     set_ttl,

@@ -1,0 +1,22 @@
+"""`headrace cache verify` on a live system: every worker, every source."""
+
+import json
+
+from click.testing import CliRunner
+from local_system import LocalSystem
+
+from headrace.admin.cli import main
+
+
+def test_every_worker_is_asked_for_every_source_and_answers_alike(system: LocalSystem):
+    """Fails when a worker or a source is left out, or the yardstick is not what is compared with."""
+    done = CliRunner().invoke(main, ["cache", "verify", "--address", system.state.grpc_target, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["equal"]
+    asked = {(check["worker"], check["source"]) for check in found["checks"]}
+    assert asked == {
+        (worker, source) for worker in system.worker_ids("decode") for source in ("cold", "device", "shared_memory")
+    }
+    assert {check["expected_tokens"] for check in found["checks"]} == {0, 96}
+    assert all(check["cached_tokens"] in (0, 96) for check in found["checks"])
