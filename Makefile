@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 
-.PHONY: demo test install down lint proto clean image-check
+.PHONY: demo test fuzz install down lint proto clean image-check
 
 demo: install
 	$(BIN)/headrace demo
 
 test: install lint
 	$(BIN)/python -m pytest tests
+
+# Each parser that reads from outside, for so many seconds each; `make test` runs a few fixed examples of the same.
+fuzz: install
+	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 lint: install
 	$(BIN)/ruff check services cluster tests benchmarks helm docker

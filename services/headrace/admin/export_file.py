@@ -107,7 +107,7 @@ def read_export(path: Path, head: ExportHead) -> Iterator[StoredBlock]:
 def _parse_head(data: bytes, path: Path) -> dict[str, Any]:
     try:
         head = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         head = None
     whole = isinstance(head, dict) and isinstance(head.get("model"), str)
     whole = whole and isinstance(head.get("namespace_fields"), dict)

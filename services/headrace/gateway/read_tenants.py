@@ -50,7 +50,7 @@ def read_tenants(path: str | Path) -> KeyRing:
         loaded = yaml.safe_load(text.decode("utf-8"))
     except OSError as error:
         raise _invalid(path, f"cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError):
+    except (ValueError, yaml.YAMLError, RecursionError):
         raise _invalid(path, "is not YAML") from None  # the parser's message would quote the line, and so a key
     entries = loaded.get("tenants") if isinstance(loaded, dict) and set(loaded) == {"tenants"} else None
     if not isinstance(entries, list) or not entries:

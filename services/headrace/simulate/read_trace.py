@@ -11,6 +11,7 @@ import csv
 import gzip
 import heapq
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -130,7 +131,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not isinstance(line, dict):
                     raise InvalidRequest(f"{path}: line {number} is not a JSON object", param="trace")
                 yield number, line
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise InvalidRequest(f"{path} is not a trace of JSON lines: {error}", param="trace") from error
 
 

@@ -45,7 +45,7 @@ class BudgetsFile:
             if not isinstance(loaded, dict) or loaded.get("version") != BUDGETS_VERSION:
                 raise ValueError("it is not of a version that this build knows")
             return tuple(_parse(row) for row in loaded["budgets"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             _log.warning("the budgets in %s are not in force: the file is broken (%s)", self._path, error)
             return ()
 
