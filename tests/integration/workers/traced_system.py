@@ -15,7 +15,8 @@ from headrace.compose import Gateway, StoreNode, Worker, build_gateway, build_st
 from headrace.config import Config, load_config
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import DecodeCall, DecodeEvent, PrefillCall, PrefillResult, WorkerId
-from headrace.core.members import WorkerRole
+from headrace.core.members import MemberRecord, WorkerRole
+from headrace.core.ports import Membership
 from headrace.engine.load_model import LoadedModel
 
 BLOCK_TOKENS = 8
@@ -99,6 +100,19 @@ async def running_collector() -> AsyncIterator[tuple[Collector, str]]:
         await server.stop(None)
 
 
+class LastingMembership:
+    """A Membership whose records outlive any pause that a busy machine makes: what is tested here is not liveness."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    async def announce(self, record: MemberRecord, *, ttl_ms: int) -> bool:
+        return await self._membership.announce(record, ttl_ms=100 * ttl_ms)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._membership, name)
+
+
 class CallsHere:
     """WorkerCalls to composed workers of this process."""
 
@@ -125,17 +139,17 @@ class ComposedSystem:
     node: StoreNode
     calls: CallsHere = field(default_factory=CallsHere)
 
-    async def complete(self, prompt: str, **headers: str) -> Any:
+    async def complete(self, prompt: str, *, max_tokens: int = 3, **headers: str) -> Any:
         """One completion through the HTTP API; the reply."""
         transport = ASGITransport(self.gateway.http_app)
-        async with AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as http:
+        async with AsyncClient(transport=transport, base_url="http://gateway", timeout=120) as http:
             model = self.gateway._service.models()[0].name
-            body = {"model": model, "prompt": prompt, "max_tokens": 3, "temperature": 0}
+            body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
             return await http.post("/v1/completions", json=body, headers=headers)
 
     async def published(self) -> None:
         """Wait until the workers have published what they have computed."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for worker in self.calls.workers.values():
                 while worker._worker.publisher.num_pending:  # noqa: ASYNC110 (a publisher has no event for this)
                     await asyncio.sleep(0.01)
@@ -160,11 +174,13 @@ async def composed_system(
     calls = CallsHere()
     async with AsyncExitStack() as running:
         node = build_store_node(config)
+        node._service._membership = LastingMembership(node._service._membership)
         await node.start()
         running.push_async_callback(node.stop, remove_arena=True)
         for role, model in zip((WorkerRole.PREFILL, WorkerRole.DECODE), models, strict=False):
             worker_id = WorkerId(f"{role.value}-1")
             worker = calls.workers[worker_id] = join_worker(model, config, role=role, worker_id=worker_id)
+            worker._worker._membership = LastingMembership(worker._worker._membership)
             await worker.start()
             running.push_async_callback(worker.stop)
         gateway = build_gateway(config, calls=calls, gateway_id="gateway-1")
