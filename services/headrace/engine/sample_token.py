@@ -42,10 +42,12 @@ def sample_token(logits: Logits, params: SamplingParams, *, index: int) -> Sampl
     Log-probabilities are those of the unscaled, unfiltered row. Raises LogitsInvalid.
     """
     assert logits.ndim == 1
+    best = int(logits.argmax())  # numpy's argmax is the first of equals; NaN counts as largest
+    if not np.isfinite(logits[best]):
+        raise LogitsInvalid(f"the largest of {logits.size} logits is {logits[best]}")
+    if params.temperature == 0 and params.logprobs is None:
+        return SampledToken(token_id=best)
     row = logits.astype(np.float64)  # [vocab]
-    best = int(row.argmax())  # numpy's argmax is the first of equals; NaN counts as largest
-    if not np.isfinite(row[best]):
-        raise LogitsInvalid(f"the largest of {row.size} logits is {row[best]}")
     if params.temperature == 0:
         token_id = best
     else:
