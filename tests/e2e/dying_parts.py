@@ -45,15 +45,31 @@ class Streams:
             assert each.error is not None or each.token_ids == quiet
 
 
-def stream_while(
-    system: LocalSystem, prompts: Sequence[list[int]], do: Callable[[], None], *, max_tokens: int, timeout_s: float = 60
-) -> Streams:
-    """Run all prompts' streams at once, and `do` when half of them have their first token."""
+def quiet_answers(system: LocalSystem, prompts: Sequence[list[int]], *, max_tokens: int) -> list[tuple[int, ...]]:
+    """What the prompts' streams have to say."""
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-    begun = threading.Semaphore(0)
 
     def quiet(prompt: list[int]) -> tuple[int, ...]:
-        return system.client.generate(prompt, sampling=sampling, cache=COLD, timeout_s=60).token_ids
+        return system.client.generate(prompt, sampling=sampling, cache=COLD, timeout_s=120).token_ids
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(quiet, prompts))
+
+
+def stream_while(
+    system: LocalSystem,
+    prompts: Sequence[list[int]],
+    do: Callable[[], None],
+    *,
+    max_tokens: int,
+    expected: Sequence[tuple[int, ...]] = (),
+    timeout_s: float = 60,
+) -> Streams:
+    """Run all prompts' streams at once, and `do` when half of them have their first token. expected: their quiet
+    answers, for who has asked before; else they are asked first."""
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    expected = expected or quiet_answers(system, prompts, max_tokens=max_tokens)
+    begun = threading.Semaphore(0)
 
     def stream(prompt: list[int]) -> Ended:
         token_ids: list[int] = []
@@ -69,7 +85,6 @@ def stream_while(
         return Ended(tuple(token_ids), error, time.monotonic() - began_s)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        expected = list(pool.map(quiet, prompts))
         streams = [pool.submit(stream, prompt) for prompt in prompts]
         for _ in range(len(prompts) // 2):
             assert begun.acquire(timeout=timeout_s), "half of the streams have not begun"
