@@ -13,10 +13,11 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 
 from headrace.core.limits import HEALTH_WATCH_MS
+from headrace.gateway.accepted import Accepted
 from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.refuse_call import RefuseCall, telling
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
-from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
+from headrace.gateway.service import GatewayEvent, GatewayService
 from headrace.telemetry.request_context import TRACEPARENT, within_callers_trace
 from headrace.wire.parse import parse_generate_request
 from headrace.wire.render import render_accepted, render_done, render_model, render_token

@@ -22,10 +22,11 @@ from headrace.core.errors import HeadraceError, InvalidRequest, PermissionDenied
 from headrace.core.generation import Usage, WorkerId
 from headrace.core.limits import CLIENT_REQUEST_ID_CHARS_MAX, REQUEST_BODY_BYTES_MAX, REQUEST_DRAIN_BYTES_MAX
 from headrace.core.tenants import Tenant
+from headrace.gateway.accepted import Accepted
 from headrace.gateway.authenticate import AUTHORIZATION
 from headrace.gateway.merge_streams import merge_streams
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
-from headrace.gateway.service import Accepted, GatewayEvent, GatewayService
+from headrace.gateway.service import GatewayEvent, GatewayService
 from headrace.telemetry.request_context import TRACEPARENT, within_callers_trace
 from headrace.wire.openai_body import JsonObject, OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
 from headrace.wire.openai_reply import (

@@ -217,7 +217,7 @@ def _telling(exporter: Any, endpoint: str) -> Any:
     """The exporter, whose failures are told once for each time that the collector is away."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    class Telling(SpanExporter):
+    class Telling(SpanExporter):  # type: ignore[misc]
         _is_away = False
 
         def export(self, spans: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from headrace.core.errors import ConfigInvalid
 from headrace.core.telemetry_limits import TRACE_BATCH_SPANS, TRACE_QUEUE_SPANS
 from headrace.telemetry.tracing import start_tracing
+from headrace.wire.v1 import inference_pb2
 
 from .traced_system import BLOCK_TOKENS, ComposedSystem, composed_system, running_collector
 
@@ -120,6 +121,32 @@ async def test_a_caller_that_does_not_sample_gets_no_spans(traced):
     assert (await system.complete(PROMPT, traceparent=CALLERS[:-2] + "00")).status_code == 200
     await system.flushed()
     assert collector.spans == []
+
+
+class GrpcContext:
+    """A call's context as a gRPC server gives it, with a caller's trace."""
+
+    def invocation_metadata(self):
+        return (("user-agent", "a client"), ("traceparent", CALLERS))
+
+
+async def test_a_grpc_callers_trace_is_taken_up_and_a_stream_that_its_client_leaves_is_no_failure(traced):
+    """Fails when only HTTP carries a trace, or a span stays open, or is an error, after its client has gone."""
+    collector, system = traced
+    model = system.gateway._service.models()[0].name
+    asked = inference_pb2.GenerateRequest(model=model, text=PROMPT, sampling=inference_pb2.Sampling(max_tokens=64))
+    events = system.gateway.inference.Generate(asked, GrpcContext())
+    assert (await anext(events)).HasField("accepted")
+    assert (await anext(events)).HasField("token")
+    await events.aclose()
+    await system.flushed()
+    left = {span.name: span for span in collector.spans}
+    request, attempt, worker = (
+        left[name] for name in (f"text_completion {model}", "headrace.call_decode", "headrace.decode")
+    )
+    assert (request.trace_id, request.parent_id) == tuple(CALLERS.split("-")[1:3])
+    assert request.attributes["headrace.outcome"] == "cancelled"
+    assert not any(span.is_error for span in (request, attempt, worker))
 
 
 async def test_a_collector_that_is_slow_or_away_harms_no_request_and_is_told_of_once(
