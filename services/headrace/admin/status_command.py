@@ -35,7 +35,9 @@ def status(*, address: str, as_json: bool) -> None:
       headrace status --json | jq -r '.hosts[] | select(.state != "ok") | [.host, .state] | @tsv'
     """
     with connect(address) as client:
-        found, stats = client.status(), client.stat()
+        found = client.status()
+        # Without the index nobody knows whom to ask for books, and who was there last is all that there is to tell.
+        stats = client.stat() if found.index_available else ()
     rows = host_rows(found, stats)
     errors = tuple(error for row in rows for error in row.silent)
     if as_json:

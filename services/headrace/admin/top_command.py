@@ -172,7 +172,8 @@ def _watch(look: Callable[[], Look], every_s: float, prefixes_max: int, *, keep_
 
 def _look(client: HeadraceClient, prefixes_max: int, *, with_text: bool, with_hosts: bool) -> Look:
     status = client.status() if with_hosts else None
-    stats, at_s = client.stat(), time.monotonic()
+    can_ask = status is None or status.index_available  # without the index nobody knows whom
+    stats, at_s = client.stat() if can_ask else (), time.monotonic()
     listing = client.list_blocks(with_text=with_text, limit=BLOCKS_READ_MAX) if prefixes_max else None
     return Look(at_s, stats, listing, status)
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from tiny_gateway import NODE
 
 from headrace.admin.cli import main
+from headrace.core.errors import IndexUnavailable
 from headrace.core.members import GatewayRecord
 
 TEXT = "sharedheadtail!!"
@@ -101,3 +102,33 @@ async def test_top_shows_hosts_with_rates_and_once_exits_9_for_a_silent_one(mode
         shown = (await run(admin, "top", "--once", "--every", "0.2s")).stdout
         assert "look-ups" in shown
         assert "silent" in shown
+
+
+async def test_status_and_top_answer_while_the_index_is_away(model_path):
+    """Fails when the one command that says what is wrong fails with it."""
+    async with two_hosts(model_path) as admin:
+        await run(admin, "status")
+        membership, members = admin.gateway.service.membership, admin.gateway.service.membership._membership
+        membership._membership = Away()
+        try:
+            done = await run(admin, "status")
+            assert (done.exit_code, "index: NOT available" in done.stdout) == (0, True)
+            assert "d0" in done.stdout
+            found = json.loads((await run(admin, "top", "--once", "--every", "0.2s", "--json")).stdout)
+            assert {host["host"]: host["workers"] for host in found["hosts"]} == {"h1": 1, "h2": 1}
+        finally:
+            membership._membership = members
+
+
+class Away:
+    """A Membership that does not answer."""
+
+    async def store_nodes(self):
+        raise IndexUnavailable("away")
+
+    workers = gateways = store_nodes
+
+    async def withdraw(self, record): ...
+
+    async def announce(self, record, *, ttl_ms):
+        raise IndexUnavailable("away")
