@@ -2,7 +2,7 @@
 the prefill worker, too. What the tests ask of it."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Any
 from hosts import Host, Network, wait_until
 from ray_hosts import START_WITHIN_S, RayHosts
 
-from headrace.client.admin_values import WorkerStatus
+from headrace.client.admin_values import SystemStatus, WorkerStatus
 from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling
-from headrace.config import config_to_flat, load_config
 from headrace.core.block import CacheSource
+from headrace.core.errors import HeadraceError
 from headrace.core.generation import ALL_SOURCES
 
 BLOCK_TOKENS = 16
@@ -33,8 +33,6 @@ SETTINGS = {
     "decode_workers": 2,
     "gateways": 2,
 }
-# Nobody else is on this network.
-SETTINGS |= {"insecure_network": True} if "insecure_network" in config_to_flat(load_config({}, environ={})) else {}
 # Which host takes what, by Ray's own means: custom resources of the nodes.
 DEPLOYMENTS = [
     {
@@ -78,6 +76,11 @@ class Fleet:
         near = {node.host for node in status.store_nodes if node.node_id == host.name}
         return [worker for worker in status.workers if worker.host in near and worker.role == role]
 
+    def worker(self, host: Host, role: str = "decode") -> WorkerStatus:
+        """The one of that role there; waits for it."""
+        wait_until(lambda: len(self.workers(host, role)) == 1, within_s=120, what=f"one {role} worker on {host.name}")
+        return self.workers(host, role)[0]
+
     def ask(
         self,
         prompt: list[int],
@@ -88,9 +91,8 @@ class Fleet:
         through: Host | None = None,
     ) -> GenerateResult:
         """An answer by the decode worker of a host, through the proxy of the same one unless another is named."""
-        (decode,) = self.workers(on)
-        prefill = "" if prefill_on is None else self.workers(prefill_on, "prefill")[0].worker_id
-        cache = CacheOptions(sources=sources, decode_worker=decode.worker_id, prefill_worker=prefill)
+        prefill = "" if prefill_on is None else self.worker(prefill_on, "prefill").worker_id
+        cache = CacheOptions(sources=sources, decode_worker=self.worker(on).worker_id, prefill_worker=prefill)
         client = self.clients[(through or on).name]
         return client.generate(prompt, sampling=TOKENS, cache=cache, timeout_s=120)
 
@@ -100,8 +102,14 @@ class Fleet:
 
     def is_whole(self) -> bool:
         """Whether all that the settings name is there and known."""
-        status = self.client.status()
-        return (len(status.workers), len(status.gateways)) == (3, 2)
+        return self.shows(lambda status: (len(status.workers), len(status.gateways)) == (3, 2))
+
+    def shows(self, holds: Callable[[SystemStatus], object]) -> bool:
+        """Whether the status is such; not while it cannot be had."""
+        try:
+            return bool(holds(self.client.status()))
+        except HeadraceError:
+            return False
 
 
 def make_prompt(tokens: int, *, seed: int) -> list[int]:

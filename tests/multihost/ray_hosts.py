@@ -61,6 +61,9 @@ class RayHosts:
             # A host without power is noticed after some 25 s instead of a minute.
             "RAY_health_check_timeout_ms": "5000",
             "RAY_health_check_failure_threshold": "3",
+            # A proxy gives a call to its own host's gateway, however long that takes to say how busy it is.
+            "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
+            "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
             CALLBACK_VARIABLE: CALLBACK,
             # Ray keeps there what its head knows, and its nodes wait that long for a head that is away.
             "RAY_REDIS_ADDRESS": f"{self.network.address_of(SWITCH)}:{REDIS_PORT}",

@@ -21,6 +21,7 @@ from hosts import Host, wait_until
 from ray_hosts import GRPC_PORT, START_WITHIN_S
 
 from headrace.admin.cli import main
+from headrace.client.admin_values import SystemStatus
 from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, CacheOptions, Event, GenerateResult, Sampling, TokenDelta
 from headrace.core.block import CacheSource
@@ -47,7 +48,7 @@ def crosses(fleet: Fleet, prompt: list[int]) -> bool:
     first, there = fleet.ask(prompt, on=fleet.a), fleet.ask(prompt, on=fleet.b)
     assert first.token_ids == there.token_ids == expected
     assert first.usage.cached == CachedTokens()
-    assert there.usage.cached in (CachedTokens(), CachedTokens(grpc=HIT)), "a part, or by another way"
+    assert there.usage.cached.total == there.usage.cached.grpc, "by another way"
     return there.usage.cached.grpc == HIT
 
 
@@ -60,7 +61,7 @@ def wait_until_it_crosses(fleet: Fleet) -> list[int]:
         tried.append(next(new))
         return crosses(fleet, tried[-1])
 
-    wait_until(crossed, within_s=60, what="a prefix of host a on host b")
+    wait_until(crossed, within_s=120, what="a prefix of host a on host b")
     return tried[-1]
 
 
@@ -82,13 +83,19 @@ def test_a_prefix_of_another_host_comes_over_grpc_and_one_of_the_own_host_throug
 def test_a_prompt_that_one_host_prefills_is_decoded_on_another(fleet: Fleet):
     """Fails when the hand-off needs shared memory, or what another worker computed for this very request counts as
     cached."""
-    prompt = next(prompts())
-    expected = fleet.cold(prompt)
-    answer = fleet.ask(prompt, on=fleet.b, prefill_on=fleet.a)
-    assert answer.token_ids == expected
-    assert answer.prefill_worker == fleet.workers(fleet.a, "prefill")[0].worker_id
-    assert answer.decode_worker == fleet.workers(fleet.b)[0].worker_id
-    assert answer.usage.cached == CachedTokens()
+    prefill, decode = fleet.worker(fleet.a, "prefill"), fleet.worker(fleet.b)
+    new = prompts()
+
+    def handed_over() -> bool:
+        """A prefill that is late is done without."""
+        prompt = next(new)
+        expected = fleet.cold(prompt)
+        answer = fleet.ask(prompt, on=fleet.b, prefill_on=fleet.a)
+        assert answer.token_ids == expected
+        assert answer.usage.cached == CachedTokens()
+        return (answer.prefill_worker, answer.decode_worker) == (prefill.worker_id, decode.worker_id)
+
+    wait_until(handed_over, within_s=120, what="a prompt that one host prefilled and another decoded")
 
 
 def test_each_host_has_its_own_store_node_which_its_workers_use(fleet: Fleet):
@@ -220,7 +227,7 @@ class LongStream:
 @contextmanager
 def long_stream(fleet: Fleet, host: Host) -> Iterator[LongStream]:
     """A stream of the decode worker of a host through its proxy."""
-    (worker,), client = fleet.workers(host), fleet.clients[host.name]
+    worker, client = fleet.worker(host), fleet.clients[host.name]
     prompt, long = next(prompts()), Sampling(max_tokens=400, ignore_eos=True)
     cache = CacheOptions(decode_worker=worker.worker_id)
     expected = client.generate(prompt, sampling=long, cache=COLD, timeout_s=120).token_ids
@@ -229,35 +236,40 @@ def long_stream(fleet: Fleet, host: Host) -> Iterator[LongStream]:
         yield LongStream(events, [next(events), next(events)], expected)
 
 
-def member_ids(fleet: Fleet) -> set[str]:
-    status = fleet.client.status()
+def ids_of(status: SystemStatus) -> set[str]:
     return {worker.worker_id for worker in status.workers} | {gateway.gateway_id for gateway in status.gateways}
 
 
 def test_new_settings_replace_workers_and_gateways_under_load_and_no_request_is_lost(fleet: Fleet):
     """Fails when a request is sent to a replica that is going, or ends with it, or when what is cached goes, too."""
-    old, nodes = member_ids(fleet), fleet.client.status().store_nodes
+    old, nodes = ids_of(fleet.client.status()), fleet.client.status().store_nodes
     kept = next(prompts())
     fleet.ask(kept, on=fleet.a)
     with load_on(fleet) as outcome:
         go_on(outcome, what="before")
         fleet.deploy(load_patience_ms=5_001)
-        wait_until(lambda: not old & member_ids(fleet), within_s=START_WITHIN_S, what="the end of all old replicas")
+        wait_until(
+            lambda: fleet.shows(lambda status: not old & ids_of(status)),
+            within_s=START_WITHIN_S,
+            what="the end of all old replicas",
+        )
         fleet.ray.wait_until_running()
         wait_until(fleet.is_whole, within_s=START_WITHIN_S, what="all members")
         go_on(outcome, what="after")
     assert outcome.wrong == []
-    assert fleet.client.status().store_nodes == nodes
+    wait_until(
+        lambda: fleet.shows(lambda status: status.store_nodes == nodes), within_s=60, what="the same store nodes"
+    )
     assert fleet.ask(kept, on=fleet.a, sources=FROM_MEMORY).usage.cached == CachedTokens(shared_memory=HIT)
 
 
 def replace_process(fleet: Fleet, host: Host, deployment: str) -> None:
     """Kill the one replica of a deployment on a host, and wait for another one in its place."""
-    before = member_ids(fleet)
+    before = ids_of(fleet.client.status())
     (pid,) = host.pids(f"ray::ServeReplica:headrace:{deployment}")
     os.kill(pid, signal.SIGKILL)
     wait_until(
-        lambda: fleet.is_whole() and len(member_ids(fleet) & before) == len(before) - 1,
+        lambda: fleet.is_whole() and fleet.shows(lambda status: len(ids_of(status) & before) == len(before) - 1),
         within_s=START_WITHIN_S,
         what=f"another {deployment} on {host.name}",
     )
@@ -268,7 +280,7 @@ def test_without_its_head_the_cluster_serves_on_and_with_a_new_one_it_can_be_cha
     know what runs."""
     head, prompt = fleet.ray.head, next(prompts())
     replace_process(fleet, fleet.b, "Gateway")
-    members, expected = member_ids(fleet), fleet.cold(prompt)
+    members, expected = ids_of(fleet.client.status()), fleet.cold(prompt)
     with long_stream(fleet, fleet.a) as stream:
         head.kill_processes()
         stream.check_to_its_end()
@@ -280,7 +292,7 @@ def test_without_its_head_the_cluster_serves_on_and_with_a_new_one_it_can_be_cha
         fleet.ray.wait_until_running()
         go_on(outcome, what="with a new head")
     assert outcome.wrong == []
-    assert member_ids(fleet) == members
+    wait_until(lambda: fleet.shows(lambda status: ids_of(status) == members), within_s=60, what="the same members")
     replace_process(fleet, fleet.b, "DecodeWorker")
     wait_until_it_crosses(fleet)
 
@@ -302,11 +314,17 @@ def test_a_host_that_dies_takes_its_own_streams_and_entries_and_another_takes_it
         fleet.clients.pop("b").close()
         stream.check_to_its_end()
     wait_until(
-        lambda: {node.node_id for node in fleet.client.status().store_nodes} == {"a"}, within_s=60, what="b gone"
+        lambda: fleet.shows(lambda status: {node.node_id for node in status.store_nodes} == {"a"}),
+        within_s=120,
+        what="a system without b",
     )
     assert fleet.client.generate(prompt, sampling=TOKENS, timeout_s=120).token_ids == held.token_ids
-    wait_until(lambda: b"node:b" not in holders_in_index(fleet), within_s=120, what="no entry of b")
     new = fleet.ray.add_host("c", resources={"gateway": 1, "decode": 1})
     fleet.clients["c"] = fleet.ray.client(new)
-    wait_until(lambda: fleet.is_whole() and fleet.workers(new), within_s=START_WITHIN_S, what="a worker on c")
+    wait_until(
+        lambda: fleet.is_whole() and fleet.shows(lambda status: "c" in {each.store_node for each in status.workers}),
+        within_s=START_WITHIN_S,
+        what="a worker on c",
+    )
     assert {node.node_id for node in fleet.client.status().store_nodes} == {"a", "c"}
+    wait_until(lambda: b"node:b" not in holders_in_index(fleet), within_s=120, what="no entry of b")
