@@ -43,6 +43,7 @@ applications:
   - name: headrace
     route_prefix: /
     import_path: headrace_cluster.serve_app:serve_app
+    logging_config: {enable_access_log: false}  # metrics count requests, and traces follow them
     args:
       {{- range $name, $value := $settings }}
       {{ $name }}: {{ if kindIs "float64" $value }}{{ if eq (floor $value) $value }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}{{ else }}{{ toJson $value }}{{ end }}

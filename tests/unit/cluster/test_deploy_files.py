@@ -111,6 +111,7 @@ def test_serve_takes_the_file_and_headrace_its_arguments(path: Path, monkeypatch
     monkeypatch.setenv("HEADRACE_REDIS_URL", environment_file()["HEADRACE_REDIS_URL"])
     for app in config.applications:
         assert app.import_path == "headrace_cluster.serve_app:serve_app"
+        assert app.logging_config.enable_access_log is False, "a line for each request fills disks"
         assert set(app.args) <= set(settings_table())
         bound = serve_app(app.args)._bound_deployment
         assert bound.name in {deployment.name for deployment in app.deployments}
