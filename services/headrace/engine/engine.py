@@ -255,7 +255,7 @@ class Engine:
             tokenizer=self._tokenizer,
             hash_algorithm=self.model.namespace.hash_algorithm,
             # Of a windowed model the store has what the window reads, and a table begins there: it computes again.
-            backup=None if self.window.bounded or self.near_window.bounded else backup,
+            backup=None if self.window.bounded else backup,
         )
         self.steps.submit(run)
         return run

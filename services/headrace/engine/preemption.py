@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock
+from headrace.core.key_window import KeyWindow
 from headrace.core.limits import SAVE_PATIENCE_MS
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.choose_victim import BlockHolder, choose_victim
@@ -37,8 +38,11 @@ class Preemption:
         *,
         call_on_loop: Callable[[Callable[[], None]], None],
         look_again: Callable[[], None],
+        near_window: KeyWindow,
     ) -> None:
-        """look_again: tells the step thread that a reload has ended. Both are called in any thread."""
+        """look_again: tells the step thread that a reload has ended. Both are called in any thread. near_window: what
+        the layers read whose KV is in near parts, if blocks have some."""
+        self._near_window = near_window
         self.num_preemptions = 0
         self.num_reloads = 0  # preempted runs of which at least one block was read back
         self.num_reloaded_blocks = 0
@@ -75,7 +79,7 @@ class Preemption:
         stored = range(first_block, max(first_block, run.num_stored))
         way = self._predict(run, blocks=stored, end=run.num_computed + run.num_missing)
         if run.backup is not None and way.reload:
-            run.reloading = True
+            self._pool.unref_all(run.begin_reload(way.reload, self._near_window, self._pool.parts))
             table = tuple(run.block_ids)
             self._reloads.begin(run.key, run.backup, run.reusable[0], block_ids=table, blocks=way.reload)
 
@@ -83,8 +87,11 @@ class Preemption:
         """Runs whose reloads have ended, each with its chain if its blocks are to be shared; what did not come is
         computed."""
         ended = []
-        for key, num_blocks in self._reloads.take_done().items():
-            ended.append((runs[key], runs[key].reloaded(num_blocks)))
+        for key, num_read in self._reloads.take_done().items():
+            run = runs[key]
+            num_blocks, passed = run.end_reload(num_read, self._near_window, self._pool.parts)
+            self._pool.unref_all(passed)
+            ended.append((run, run.shared_chain if num_blocks else None))
             self.num_reloads += num_blocks > 0
             self.num_reloaded_blocks += num_blocks
         return ended

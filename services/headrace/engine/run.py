@@ -64,6 +64,7 @@ class Run:
         self._check = DraftCheck()
         self._num_drafted = self._num_accepted = 0  # tokens of drafts that were computed, and those that were right
         self.backup = backup
+        self._near_read_back = range(0)  # blocks whose near parts are being read back, or free to be written
         self.reloading = False  # blocks are being read back: others write to them, so nobody computes or preempts it
         self._sampling = sampling
         self._limits = limits
@@ -189,10 +190,10 @@ class Run:
         """Blocks of which no copy is stored or on its way, where one may be."""
         if self.backup is None:
             return []
-        return [
-            self._filled(position)
-            for position in range(self.backup.num_kept(), self.num_computed // self._hashed.block_tokens)
-        ]
+        first = self.backup.num_kept()
+        if first < self.admission.first_near:  # that one is not whole any more, and what stands on it needs it
+            return []
+        return [self._filled(position) for position in range(first, self.num_computed // self._hashed.block_tokens)]
 
     def give_up_blocks(self) -> list[int]:
         """The run holds no blocks and has computed nothing from here on; the caller gives back what is returned."""
@@ -242,11 +243,54 @@ class Run:
         self.admission.first_block += passed
         return block_ids
 
-    def reloaded(self, num_blocks: int) -> HashedPrompt | None:
-        """So many further blocks were read back. Returns the chain if they are to be shared."""
+    def begin_reload(self, blocks: range, window: KeyWindow, parts: PartIds) -> list[int]:
+        """These blocks, which follow those that are there, are about to be read back: nobody computes meanwhile. Where
+        blocks have two parts, near ones are put where they are read afterwards; those that then have no place are
+        returned, for the caller to give back."""
+        self.reloading = True
+        if not window.bounded:
+            return []
+        first = max(blocks.start, window.first_of_prefix(blocks.stop))
+        own, spare = self._near_parts(blocks.start, parts)
+        spare, left_over = spare[: len(self.block_ids) - first], spare[len(self.block_ids) - first :]
+        self.block_ids[:] = parts.place(self.block_ids, spare, first=first)
+        for index, near in own.items():
+            self.block_ids[index] = parts.join(parts.wide_of(self.block_ids[index]), near)
+        self._near_read_back = range(first, first + len(spare))
+        return [parts.near_alone(near) for near in left_over]
+
+    def end_reload(self, num_blocks: int, window: KeyWindow, parts: PartIds) -> tuple[int, list[int]]:
+        """The leading `num_blocks` of them are there. Returns how many of these are of use, since without near parts of
+        the whole window before it no block is, and near parts that the window has passed, for the caller to give back.
+        """
         self.reloading = False
+        passed: list[int] = []
+        if window.bounded:
+            before = self.num_computed // self._hashed.block_tokens
+            own, spare = self._near_parts(before, parts)
+            if max(before, window.first_of_prefix(before + num_blocks)) < self._near_read_back.start:
+                num_blocks = 0
+            end = before + num_blocks
+            first = window.first_of_prefix(end)
+            read_back = dict(zip(self._near_read_back, spare, strict=True))
+            kept = [(own | read_back)[index] for index in range(first, end)]
+            free = [near for near in spare if near not in kept]
+            table = (kept + free)[: len(self.block_ids) - first]
+            self.block_ids[:] = parts.place(self.block_ids, table, first=first)
+            self.admission.first_near, self.admission.end_near = first, first + len(table)
+            passed = [parts.near_alone(near) for near in (*own.values(), *spare) if near not in table]
         self.num_computed += num_blocks * self._hashed.block_tokens
-        return self._hashed if self.leaves_blocks and num_blocks else None
+        return num_blocks, passed
+
+    def _near_parts(self, first_spare: int, parts: PartIds) -> tuple[dict[int, int], list[int]]:
+        """Near parts by block, of blocks that are there, and those behind, which nothing is in yet, in order."""
+        having = {i: near for i, block_id in enumerate(self.block_ids) if (near := parts.near_of(block_id)) is not None}
+        return {i: n for i, n in having.items() if i < first_spare}, [n for i, n in having.items() if i >= first_spare]
+
+    @property
+    def shared_chain(self) -> HashedPrompt | None:
+        """The chain, if its blocks are to be shared."""
+        return self._hashed if self.leaves_blocks else None
 
     def step_of(self, rows: PlannedRows) -> SequenceStep:
         """What the model runner is asked to compute for these rows."""

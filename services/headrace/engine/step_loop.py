@@ -64,7 +64,14 @@ class StepLoop:
         self._clock = clock
         self._on_blocks_free = on_blocks_free
         self._on_ended = on_ended
-        self.preemption = Preemption(pool, times, clock, call_on_loop=self.call_on_loop, look_again=self.look_again)
+        self.preemption = Preemption(
+            pool,
+            times,
+            clock,
+            call_on_loop=self.call_on_loop,
+            look_again=self.look_again,
+            near_window=limits.near_window,
+        )
         self._failed_steps = 0  # in a row
         self._faults = FaultLog()
         self._loop: asyncio.AbstractEventLoop | None = None

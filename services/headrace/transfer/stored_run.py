@@ -64,7 +64,10 @@ class StoredRun:
         """As PrefixBackup.reload_s."""
         if self._link is None:
             return float("inf")
-        return float(self._link.seconds(num_blocks * self._worker.layout.block_bytes))
+        layout, near_window = self._worker.layout, self._worker.engine.near_window
+        num_whole = min(num_blocks, near_window.prefix_blocks) if near_window.bounded else num_blocks
+        num_bytes = num_whole * layout.block_bytes + (num_blocks - num_whole) * layout.wide_bytes
+        return float(self._link.seconds(num_bytes))
 
     def save(self, blocks: Sequence[FilledBlock]) -> None:
         """As PrefixBackup.save: what was dropped because the publisher had no room is offered once more."""
@@ -79,7 +82,9 @@ class StoredRun:
 
     async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range) -> int:
         """As PrefixBackup.reload."""
+        parts = self._worker.engine.pool.parts
         plan = LoadPlan(
+            whole_from=next((i for i in blocks if parts.near_of(block_ids[i]) is not None), blocks.stop),
             first_block=blocks.start,
             end_block=blocks.stop,
             sources=self._request.cache.sources,

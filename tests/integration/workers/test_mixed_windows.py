@@ -17,7 +17,7 @@ from headrace.engine.load_model import LoadedModel, load_model
 from headrace.index.memory_index import MemoryIndex
 from headrace.store.service import StoreNodeService
 
-from .conftest import CLOCK
+from .conftest import CLOCK, meet
 from .priced_steps import PricedSteps
 from .test_windows import PROMPT_MAX, WINDOW, WINDOW_BLOCKS, B, make_model, mistral_dir, plain_greedy
 
@@ -179,6 +179,31 @@ async def test_a_broken_near_part_that_nobody_reads_costs_nothing(store_node, ma
     reply = await reader.decode(token_ids)
     assert reply.cached == CachedTokens(shared_memory=blocks * B)
     assert reply.same_answer_as(cold)
+
+
+@pytest.mark.parametrize("short_of", ["wide parts", "near parts"])
+async def test_sequences_that_gave_their_blocks_up_answer_as_if_they_had_kept_them(
+    short_of, store_node, make_worker, gemma_dir, prompts
+):
+    """Five sequences past their window with blocks for two and a half, or five that grow to it with near parts for two.
+    Fails if a part comes back wrong or is leaked, or half a window is taken for one."""
+    steps = PricedSteps(price=1_000)
+    begin, grown, batch = (14 * B, 24, 8) if short_of == "wide parts" else (4 * B, 56, 1)
+    model = load(gemma_dir, batch=batch)
+    worker = await make_worker("worker", model=model, steps=steps)
+    engine = worker.worker.engine
+    asked = [prompts(begin + number, salt=50 + number) for number in range(5)]
+    cold = [await worker.cold(token_ids, max_tokens=grown) for token_ids in asked]
+    taken = engine.pool.take(engine.pool.num_blocks - 45 if short_of == "wide parts" else 0)
+    try:
+        replies = await meet(worker, steps, [worker.decode(token_ids, max_tokens=grown) for token_ids in asked])
+    finally:
+        engine.pool.unref_all(taken.block_ids)
+    for reply, want in zip(replies, cold, strict=True):
+        assert reply.same_answer_as(want)
+        assert reply.cached.total == 0
+    assert engine.steps.preemption.num_preemptions > 0
+    assert engine.pool.near.available_blocks == engine.pool.near.num_blocks
 
 
 @pytest.fixture

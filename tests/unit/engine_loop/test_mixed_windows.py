@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import EngineSettings, ModelSettings
-from headrace.core.block import HashAlgorithm
+from headrace.core.block import HashAlgorithm, HashedPrompt
 from headrace.engine.block_pool import Selection
 from headrace.engine.drafter import Draft, DraftWish
 from headrace.engine.engine import Engine, FilledBlock
@@ -314,3 +314,71 @@ async def test_the_pool_of_five_windowed_layers_to_one_needs_a_fraction_of_the_b
     engine.release(admission)
     windowed_share = layout.near_layers / layout.num_layers
     assert share == pytest.approx(1 - windowed_share + windowed_share * 4 / len(wide), rel=0.01)
+
+
+class _Copies:
+    """A `PrefixBackup` that copies blocks when they are filled, and reads back as many as it is told to."""
+
+    def __init__(self, engine: Engine, *, reloads_max: int) -> None:
+        self._engine = engine
+        self._copies: list[bytes] = []
+        self._reloads_max = reloads_max
+
+    def filled(self, block: FilledBlock) -> None:
+        if block.position == len(self._copies):
+            payload = bytearray(self._engine.kv.layout.block_bytes)
+            self._engine.kv.read_block(block.block_id, memoryview(payload))
+            self._copies.append(bytes(payload))
+
+    def num_stored(self) -> int:
+        return len(self._copies)
+
+    def num_kept(self) -> int:
+        return len(self._copies)
+
+    def reload_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def save(self, blocks: Sequence[FilledBlock]) -> None:
+        for block in blocks:
+            self.filled(block)
+            self._engine.pool.unref(block.block_id)
+
+    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range) -> int:
+        read = blocks[: self._reloads_max]
+        for position in read:
+            self._engine.kv.write_block(block_ids[position], memoryview(self._copies[position]))
+            await asyncio.sleep(0)
+        return len(read)
+
+
+@pytest.mark.parametrize("reloads_max", [1, 3, 5, 100])
+async def test_what_is_read_back_counts_as_far_as_its_window_is_whole(
+    make_mixed_engine: MakeEngine, reloads_max: int
+) -> None:
+    """Sequences that give way again and again, and get back all of what they had or only a beginning of it. Fails if a
+    block is used behind a window of which near parts did not come."""
+    batch = [make_tokens(7 * BLOCK_TOKENS + seed, seed=seed) for seed in range(4)]
+    params = make_params(2 * WINDOW)
+    roomy = make_mixed_engine()
+    want = [(await generate(roomy, prompt, sampling=params)).token_ids for prompt in batch]
+    tight = make_mixed_engine(usable_blocks=25, wrap=HeldRunner)
+    backups = [_Copies(tight, reloads_max=reloads_max) for _ in batch]
+
+    async def answer(prompt: list[int], backup: _Copies) -> tuple[int, ...]:
+        admission = await admit(tight, prompt)
+        tokens: list[int] = []
+        run = tight.run(admission, cached_tokens=0, sampling=params, backup=backup)
+        async with aclosing(run) as events:
+            async for event in events:
+                if isinstance(event, FilledBlock):
+                    backup.filled(event)
+                    tight.pool.unref(event.block_id)
+                elif hasattr(event, "token_id"):
+                    tokens.append(event.token_id)
+        return tuple(tokens)
+
+    replies = await meet(tight, [answer(prompt, backup) for prompt, backup in zip(batch, backups, strict=True)])
+    assert replies == want
+    assert tight.steps.num_preemptions > 0
+    assert near_held(tight) == 0
