@@ -43,6 +43,7 @@ class AttackedSystem:
 
     url: str
     impatient_url: str
+    grpc_port: int
     grpc_channel: grpc.aio.Channel
     store_channel: grpc.aio.Channel
     gateway: TinyGateway
@@ -138,6 +139,7 @@ async def attacked_system(model_path: str, directory: Path):
         yield AttackedSystem(
             url=urls[0],
             impatient_url=urls[1],
+            grpc_port=port,
             grpc_channel=await stack.enter_async_context(_channel(f"127.0.0.1:{port}")),
             store_channel=await stack.enter_async_context(_channel(store.record.address)),
             gateway=gateway,

@@ -44,13 +44,22 @@ def connection_factory(redis_url: str, *, timeout_ms: int) -> ConnectionPool:
             return _primary_of_sentinels(redis_url, timeout_ms=timeout_ms)
         if "cluster" in parts.scheme or "," in parts.netloc:
             raise _UrlRefused("Redis Cluster is not spoken; name one server, or Sentinels by redis+sentinel://")
-        return ConnectionPool.from_url(redis_url, **_connection_options())
+        return _with_known_options(ConnectionPool.from_url(redis_url, **_connection_options()))
     except _UrlRefused as refused:
         raise ConfigInvalid("redis_url", f"cannot be read: {refused}") from None
     except ValueError:
         # The parser's own message may quote the part of a password that it took for a port.
         why = "Port, scheme or an option is wrong; a password with / ? # @ or % in it must be percent-encoded"
         raise ConfigInvalid("redis_url", f"cannot be read: {why}") from None
+
+
+def _with_known_options(pool: ConnectionPool) -> ConnectionPool:
+    """The same pool, whose connections can be made: an option that there is not shows only then."""
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+    except TypeError:
+        raise _UrlRefused("an option behind its ? is not known") from None
+    return pool
 
 
 def _connection_options() -> dict[str, Any]:
