@@ -14,6 +14,7 @@ The path of a request, as `file:function`:
     prefill/prefill_prompt.py:prefill_prompt     load what is held, compute the rest, publish
     transfer/load_prefix.py:load_prefix          blocks from device, shared memory or gRPC, verified
     transfer/load_window.py:load_window          the same for models that look back only so far
+    transfer/load_layered.py:load_layered        the same where only some of a model's layers do
     transfer/publish_blocks.py:publish_blocks    bytes first, commit with checksum, index entry last
     transfer/follow_prefill.py:follow_prefill    take the blocks of a prefill as they appear
     decode/decode_tokens.py:decode_tokens        load, compute the remainder, join the batch, stream

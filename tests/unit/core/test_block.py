@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.block import (
+    PART_CHECK_BYTES,
     HashAlgorithm,
     KvCodec,
     KvLayout,
@@ -141,3 +142,17 @@ def test_keys_are_the_same_in_every_process(hash_seed):
 def test_root_of_a_chain_is_the_namespace():
     namespace = make_namespace().id
     assert root_hash(namespace) == bytes.fromhex(namespace)
+
+
+def test_layers_with_a_window_are_named_only_where_they_have_a_part_of_their_own() -> None:
+    """Fails if models of one part would lose what is stored of them, or two parts were taken for one."""
+    one = KvLayout(dtype="bfloat16", num_layers=6, num_kv_heads=1, head_dim=4, block_tokens=4)
+    two = replace(one, near_layers=5)
+    assert (two.wide.num_layers, two.near.num_layers) == (1, 5)
+    assert one.wide == one
+    assert one.wide_bytes == one.block_bytes == two.block_bytes - 2 * PART_CHECK_BYTES
+    assert two.wide_bytes == two.wide.block_bytes + PART_CHECK_BYTES
+    spaces = [replace(make_namespace(), layout=layout) for layout in (one, two)]
+    assert "layout.near_layers" not in dict(spaces[0].named_fields())
+    assert spaces[0].differing_fields(spaces[1]) == spaces[1].differing_fields(spaces[0]) == ["layout.near_layers"]
+    assert spaces[0].id != spaces[1].id

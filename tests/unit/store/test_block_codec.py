@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_kit import LAYOUT, make_header, make_prompt
 
-from headrace.blocks.block_codec import MAGIC, decode_header, encode_header, verify_header, verify_identity
+from headrace.blocks.block_codec import MAGIC, decode_header, encode_header, seal, verify_header, verify_identity
 from headrace.core.block import DTYPE_BYTES, BlockHash, BlockHeader, HashAlgorithm, KvCodec, KvLayout, NamespaceId
 from headrace.core.errors import BlockCorrupt
 from headrace.core.limits import BLOCK_TOKENS_MAX, HEADER_BYTES_MAX
@@ -74,6 +74,20 @@ def headers(draw: st.DrawFn) -> BlockHeader:
 @given(headers())
 def test_a_header_comes_back_as_it_was_written(header: BlockHeader) -> None:
     assert decode_header(encode_header(header)) == header
+
+
+def test_a_header_of_two_parts_comes_back_and_is_not_spelled_in_two_ways() -> None:
+    """Fails if a payload of one part is spelled otherwise than before there were two, or as one of no near layers."""
+    whole = make_header(make_prompt(1, 1), 0)
+    layout = replace(whole.layout, num_layers=6, near_layers=5)
+    header = replace(whole, layout=layout, payload_bytes=layout.block_bytes)
+    assert decode_header(encode_header(header)) == header
+    body = msgpack.unpackb(encode_header(whole))
+    assert len(body[7]) == 8
+    for wrong in (0, -1, whole.layout.num_layers):
+        spelled = [*body[:7], [*body[7], wrong], *body[8:]]
+        with pytest.raises(BlockCorrupt):
+            decode_header(seal(msgpack.packb(spelled, use_bin_type=True)[:-8]))
 
 
 @given(headers(), st.integers(0, 2**64 - 1))
