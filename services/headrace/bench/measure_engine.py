@@ -21,7 +21,7 @@ from headrace.diagnose.diagnose_model import model_work
 from headrace.diagnose.measure_machine import measure_bytes_per_s
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.model_runner import SequenceStep
-from headrace.engine.thread_choice import TRIAL_STEPS
+from headrace.engine.thread_choice import SETTLING_STEPS
 
 Report = Callable[[str], None]
 
@@ -179,7 +179,7 @@ def _decode(model: LoadedModel, plain: PlainTransformers, batch: int, context: i
     def ours() -> float:
         if not settled:
             settled.append(True)
-            decode(2 * TRIAL_STEPS)  # on how many threads such steps run is tried first
+            decode(SETTLING_STEPS)  # on how many threads such steps run is tried first
         started_s = time.perf_counter()
         decode(steps)
         return (time.perf_counter() - started_s) / steps

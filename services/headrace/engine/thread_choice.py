@@ -14,6 +14,12 @@ from dataclasses import dataclass, field
 # Steps on either side of a trial, in turn, so that what drifts (contexts, other work on the machine) hits both alike.
 TRIAL_STEPS = 4
 
+# The first steps of a size make buffers and fill caches: no trial's.
+WARM_STEPS = 2
+
+# After so many steps of a size it runs on the threads that are faster.
+SETTLING_STEPS = WARM_STEPS + 2 * TRIAL_STEPS
+
 # All threads lose a trial at once when a step took this many times the one before it on one thread: with a core taken
 # by another process a step takes ten times as long, and nobody should wait for several of those.
 HOPELESS = 2.5
@@ -37,7 +43,7 @@ class _Size:
     """Steps of about equally many rows."""
 
     threads: int = 1  # as the last trial says
-    steps_left: int = 0  # until the next trial
+    steps_left: int = WARM_STEPS  # until the next trial
     pause_steps: int = PAUSE_STEPS_MIN
     slow_steps: int = 0  # in a row
     usual_s: float = 0.0  # of a step on the threads that were chosen

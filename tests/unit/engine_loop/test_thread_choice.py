@@ -1,6 +1,13 @@
 """On how many threads small steps run: trials say it, on a clock that the tests make up."""
 
-from headrace.engine.thread_choice import PAUSE_STEPS_MAX, PAUSE_STEPS_MIN, SLOW_STEPS, TRIAL_STEPS, ThreadChoice
+from headrace.engine.thread_choice import (
+    PAUSE_STEPS_MAX,
+    PAUSE_STEPS_MIN,
+    SETTLING_STEPS,
+    SLOW_STEPS,
+    WARM_STEPS,
+    ThreadChoice,
+)
 
 ROWS = 4
 
@@ -17,14 +24,21 @@ def run_steps(choice, num_steps, seconds_on, *, rows=ROWS):
 def test_a_trial_runs_both_in_turn_and_the_faster_one_has_the_steps_after_it():
     for seconds_on, chosen in ((lambda threads: 1 / threads, 2), (lambda threads: threads, 1)):
         choice = ThreadChoice(2)
-        counts = run_steps(choice, 2 * TRIAL_STEPS + 10, seconds_on)
-        assert counts[:2] == [1, 2]
-        assert set(counts[2 * TRIAL_STEPS :]) == {chosen}
+        counts = run_steps(choice, SETTLING_STEPS + 10, seconds_on)
+        assert counts[WARM_STEPS:][:2] == [1, 2]
+        assert set(counts[SETTLING_STEPS:]) == {chosen}
+
+
+def test_the_first_steps_are_no_trials():
+    """Fails if a step that makes the buffers counted for one thread: all threads would win whatever they take."""
+    choice = ThreadChoice(2)
+    assert run_steps(choice, WARM_STEPS, lambda threads: 100.0) == [1] * WARM_STEPS
+    assert run_steps(choice, SETTLING_STEPS, lambda threads: threads)[-1] == 1
 
 
 def test_all_threads_must_be_worth_the_core_that_they_take():
     choice = ThreadChoice(2)
-    assert run_steps(choice, 2 * TRIAL_STEPS + 1, lambda threads: 1.0 - 0.01 * threads)[-1] == 1
+    assert run_steps(choice, SETTLING_STEPS + 1, lambda threads: 1.0 - 0.01 * threads)[-1] == 1
 
 
 def test_a_hopeless_trial_ends_with_its_first_step_on_all_threads():
@@ -39,22 +53,22 @@ def test_trials_that_change_nothing_become_rare_and_never_end():
     choice = ThreadChoice(2)
     taken = run_steps(choice, 20 * PAUSE_STEPS_MAX, lambda threads: 10.0 if threads == 2 else 1.0)
     assert 0 < taken[-10 * PAUSE_STEPS_MAX :].count(2) <= 11
-    free = run_steps(choice, PAUSE_STEPS_MAX + 2 * TRIAL_STEPS + 1, lambda threads: 1 / threads)
+    free = run_steps(choice, PAUSE_STEPS_MAX + SETTLING_STEPS + 1, lambda threads: 1 / threads)
     assert free[-1] == 2
 
 
 def test_slow_steps_in_a_row_bring_the_next_trial_forward():
     """Another process has taken a core: it is noticed after a few steps, not at the end of the pause."""
     choice = ThreadChoice(2)
-    assert run_steps(choice, 2 * TRIAL_STEPS + 1, lambda threads: 1 / threads)[-1] == 2
+    assert run_steps(choice, SETTLING_STEPS + 1, lambda threads: 1 / threads)[-1] == 2
     counts = run_steps(choice, SLOW_STEPS + 3, lambda threads: 10.0 if threads == 2 else 1.0)
     assert counts == [2] * SLOW_STEPS + [1, 2, 1]
 
 
 def test_steps_of_other_numbers_of_rows_have_trials_of_their_own():
     choice = ThreadChoice(2)
-    assert run_steps(choice, 2 * TRIAL_STEPS + 1, lambda threads: threads)[-1] == 1
-    assert run_steps(choice, 2 * TRIAL_STEPS + 1, lambda threads: 1 / threads, rows=16)[-1] == 2
+    assert run_steps(choice, SETTLING_STEPS + 1, lambda threads: threads)[-1] == 1
+    assert run_steps(choice, SETTLING_STEPS + 1, lambda threads: 1 / threads, rows=16)[-1] == 2
     assert choice.choose(ROWS) == 1
 
 
