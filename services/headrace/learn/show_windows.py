@@ -55,7 +55,7 @@ def show_windows(config: Config, *, report: Report) -> Lesson:
         },
         conclusion=(
             "What no layer will look at again is given back: a sequence holds two windows at most, however long it "
-            "grows, and a hit loads one. A single layer that sees all brings everything back."
+            "grows, and a hit loads one. A layer that sees all needs all of its own."
         ),
     )
 

@@ -132,3 +132,14 @@ def test_gpu_time_is_free_while_a_tenth_of_the_workers_is():
 def test_the_last_token_is_always_computed():
     workers = make_workers([0.0], [5_000])
     assert choose_placement(5_000, workers, copy=None, price=0.0, tie_key=1).compute_s > 0
+
+
+def test_of_layers_with_a_window_no_more_is_fetched_than_the_window():
+    """Fails if a windowed hit is priced as its whole prefix, or a fetch shorter than the window as all of it."""
+    idle, tokens = np.zeros(1), np.array([0, 10, 100, 1_000])
+    everything = Copy(1_000, 12, LINK, idle)
+    windowed = Copy(1_000, 0, LINK, idle, window_tokens=100, window_token_bytes=12)
+    mixed = Copy(1_000, 2, LINK, idle, window_tokens=100, window_token_bytes=10)
+    assert everything.moved_bytes(tokens).tolist() == [0, 120, 1_200, 12_000]
+    assert windowed.moved_bytes(tokens).tolist() == [0, 120, 1_200, 1_200]
+    assert mixed.moved_bytes(tokens).tolist() == [0, 120, 1_200, 3_000]
