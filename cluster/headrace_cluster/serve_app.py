@@ -4,6 +4,7 @@ Owns how many replicas of what Serve runs, with which resources, limits and heal
 config file names as its `import_path`.
 """
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from headrace_cluster.gateway_replica import GatewayReplica
 from headrace_cluster.proxy_tls import serve_http_options
 from headrace_cluster.store_actor import config_here
 from headrace_cluster.worker_replica import DecodeWorker, PrefillWorker
+
+log = logging.getLogger(__name__)
 
 APP_NAME = "headrace"
 
@@ -92,6 +95,12 @@ def check_listening(config: Config) -> None:
         return
     here = config_here(config_to_flat(config))
     check_network(here, front_door=options.host or "")
+    if here.network.tls_cert_file and not options.ssl_certfile and not is_loopback(options.host or ""):
+        log.warning(
+            "callers are served on %s in plain text, keys included: where no proxy before it ends their TLS, give Serve's "
+            "http_options ssl_certfile and ssl_keyfile (docs/tls.md)",
+            options.host or "every interface",
+        )
     check_ray(here, os.environ)
 
 
