@@ -97,8 +97,8 @@ def check_listening(config: Config) -> None:
     check_network(here, front_door=options.host or "")
     if here.network.tls_cert_file and not options.ssl_certfile and not is_loopback(options.host or ""):
         log.warning(
-            "callers are served on %s in plain text, keys included: where no proxy before it ends their TLS, give Serve's "
-            "http_options ssl_certfile and ssl_keyfile (docs/tls.md)",
+            "callers are served on %s in plain text, keys included: where no proxy before it ends their TLS, give "
+            "Serve's http_options ssl_certfile and ssl_keyfile (docs/tls.md)",
             options.host or "every interface",
         )
     check_ray(here, os.environ)
