@@ -28,6 +28,7 @@ from .conftest import (
     VOCAB,
     HeldRunner,
     Reply,
+    StandingClock,
     admit,
     begin_together,
     gate_of,
@@ -306,7 +307,7 @@ async def test_a_prompt_that_can_never_fit_is_refused_with_the_arithmetic(make_e
 
 async def test_a_small_prompt_is_given_blocks_before_a_large_one_that_came_first(make_engine: MakeEngine) -> None:
     """Fails when prompts wait in the order in which they came."""
-    engine = make_engine(usable_blocks=4)
+    engine = make_engine(usable_blocks=4, clock=StandingClock())
     first = await admit(engine, make_tokens(30, seed=1))
     order: list[str] = []
 
@@ -327,7 +328,7 @@ async def test_a_small_prompt_is_given_blocks_before_a_large_one_that_came_first
 
 async def test_a_short_prompt_overtakes_a_long_one_that_is_being_computed(make_engine: MakeEngine) -> None:
     """Fails when chunks of prompts are computed in the order in which these came."""
-    engine = make_engine(chunk=8, wrap=HeldRunner)
+    engine = make_engine(chunk=8, clock=StandingClock(), wrap=HeldRunner)
     gate_of(engine).let_go(3)
     long = asyncio.create_task(generate(engine, make_tokens(400, seed=1), sampling=make_params(1)))
     await until(lambda: gate_of(engine).is_waiting and gate_of(engine).num_steps == 3)

@@ -13,7 +13,7 @@ from headrace.core.generation import SamplingParams
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 
-from .conftest import BLOCK_TOKENS, VOCAB, HeldRunner, Reply, admit, gate_of, generate, meet, until
+from .conftest import BLOCK_TOKENS, VOCAB, HeldRunner, Reply, StandingClock, admit, gate_of, generate, meet, until
 
 MakeEngine = Callable[..., Engine]
 PARAMS = SamplingParams(max_tokens=6, logprobs=VOCAB, ignore_eos=True)
@@ -105,7 +105,7 @@ async def test_who_comes_while_an_equal_prompt_is_computed_follows_it_from_there
     are computed, or if the one under way is charged for taking what it has begun itself."""
     head = make_tokens(20 * BLOCK_TOKENS, seed=3)
     long, short = [*head, *make_tokens(100, seed=4)], [*head, 7]
-    engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner)
+    engine = make_engine(chunk=BLOCK_TOKENS, clock=StandingClock(), wrap=CountingRunner)
     first = asyncio.ensure_future(generate(engine, long, use_device=True, sampling=PARAMS))
     overtaking = await come_after(engine, 5, generate(engine, short, use_device=True, sampling=PARAMS))
     # 15 steps for what is left of the head, and 6 for the answer; the long one has 13 more of its prompt.
@@ -123,7 +123,7 @@ async def test_when_the_leader_goes_another_goes_on_from_where_it_came(make_engi
     """Fails if followers wait for a run that was cancelled, or compute again what it had shared already."""
     prompt = make_tokens(20 * BLOCK_TOKENS + 1, seed=5)
     want = await generate(make_engine(), prompt, sampling=PARAMS)
-    engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner, usable_blocks=64)
+    engine = make_engine(chunk=BLOCK_TOKENS, clock=StandingClock(), wrap=CountingRunner, usable_blocks=64)
     leader = asyncio.ensure_future(generate(engine, prompt, use_device=True, sampling=PARAMS))
     same = [generate(engine, prompt, use_device=True, sampling=PARAMS) for _ in range(2)]
     followers = [await come_after(engine, num_steps, each) for num_steps, each in zip((2, 3), same, strict=True)]
@@ -157,7 +157,7 @@ async def test_who_has_computed_a_part_itself_takes_nothing_behind_it(make_engin
     blocks that it does not lack at its beginning: usage could not say so."""
     prompt = make_tokens(36 * BLOCK_TOKENS, seed=9)
     short = prompt[: 18 * BLOCK_TOKENS + 1]
-    engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner, usable_blocks=64)
+    engine = make_engine(chunk=BLOCK_TOKENS, clock=StandingClock(), wrap=CountingRunner, usable_blocks=64)
     first = asyncio.ensure_future(generate(engine, prompt, use_device=True, sampling=PARAMS))
     overtaking = await come_after(engine, 4, generate(engine, short, sampling=PARAMS))
     gate_of(engine).let_go(4 + 19 + 6 + 3)  # the short one's prompt and its answer; of the long one 32 blocks are left
@@ -172,7 +172,7 @@ async def test_who_has_computed_a_part_itself_takes_nothing_behind_it(make_engin
 async def test_a_run_that_leaves_no_blocks_leads_nobody(make_engine: MakeEngine) -> None:
     """Its blocks are never found by hash: whoever waited for them would wait as long as it lives."""
     prompt = make_tokens(6 * BLOCK_TOKENS + 1, seed=7)
-    engine = make_engine(chunk=BLOCK_TOKENS, wrap=CountingRunner)
+    engine = make_engine(chunk=BLOCK_TOKENS, clock=StandingClock(), wrap=CountingRunner)
     hidden = engine.run(
         await admit(engine, prompt, use_device=True), cached_tokens=0, sampling=PARAMS, leaves_blocks=False
     )
