@@ -42,12 +42,11 @@ OVERLOADED_RETRY_MS = 1_000
 
 class RayWorkerCalls:
     """WorkerCalls over the handles of the two worker deployments; without prefill workers, decode workers take both.
-    Making it blocks until Serve's controller answers."""
+    Making it blocks until Serve's controller is found."""
 
     def __init__(self, *, prefill: DeploymentHandle | None, decode: DeploymentHandle, clock: Clock) -> None:
-        # A handle's first use asks Serve's controller, and stands still with this process's whole loop until that has
-        # answered: for many seconds where it is busy with a deployment, and for as long as Ray's head is away. So it
-        # is here, before a gateway takes calls.
+        # A handle's first use looks for Serve's controller and asks it for the replicas, with this process's whole loop
+        # at a stand until it is found. So it is here, before a gateway takes calls.
         self._prefill = None if prefill is None else prefill.options(stream=True)
         self._decode = decode.options(stream=True)
         self._clock = clock
