@@ -109,6 +109,9 @@ container reads the authority's private key. */}}
 {{- end }}
 - name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
   value: headrace_cluster.proxy_http.middlewares
+# Serve's gRPC proxies take messages of 2 GiB from anybody unless this says what they take.
+- name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE
+  value: "16777216"
 {{- range $name, $value := dict "OMP_WAIT_POLICY" "passive" "KMP_BLOCKTIME" "0" "TOKENIZERS_PARALLELISM" "false" }}
 - name: {{ $name }}
   value: {{ $value | quote }}

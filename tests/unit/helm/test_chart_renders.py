@@ -39,8 +39,9 @@ from rendered_chart import (
 )
 
 from headrace.config import settings_table
+from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
 from headrace.index.connection_factory import connection_factory
-from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
+from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE, MESSAGE_BYTES_VARIABLE
 from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMENT, serve_app
 
 # KubeRay's definitions lie beside a checkout of some, and are no part of this repository.
@@ -134,6 +135,7 @@ def test_serve_and_headrace_take_the_config_that_the_service_carries(name: str, 
     settings = serve_app(app.args)._bound_deployment.init_args[0]
     assert settings["redis_url"] == url
     assert variables[CALLBACK_VARIABLE] == CALLBACK
+    assert variables[MESSAGE_BYTES_VARIABLE] == str(GRPC_MESSAGE_BYTES_MAX)
     # A deployment's options in a config replace those of the code, so the pods bring what those had.
     assert TORCH_ENVIRONMENT.items() <= variables.items()
 
