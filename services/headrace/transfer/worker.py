@@ -394,8 +394,9 @@ class Worker:
         if isinstance(taken, Short):
             return []
         first = taken.first_whole
-        held = taken.block_ids[first - taken.first_block : taken.num_shared - taken.first_block]
-        pool.unref_all([block_id for block_id in taken.block_ids if block_id not in held])
+        whole_at, fresh_at = first - taken.first_block, taken.num_shared - taken.first_block
+        held = taken.block_ids[whole_at:fresh_at]
+        pool.unref_all(taken.block_ids[:whole_at] + taken.block_ids[fresh_at:])
         return [
             FilledBlock(
                 position=position,
