@@ -15,7 +15,14 @@ TEXT = "The headrace carries water from the reservoir to the turbines, and the t
 
 
 def make_tiny_model(
-    directory: Path, *, seed: int = 0, text: str = TEXT, vocab_size: int = 300, context_tokens_max: int = 4_096
+    directory: Path,
+    *,
+    seed: int = 0,
+    text: str = TEXT,
+    vocab_size: int = 300,
+    context_tokens_max: int = 4_096,
+    hidden_size: int = 64,
+    num_layers: int = 2,
 ) -> Path:
     """Write config, weights, tokenizer and chat template; greedy text is gibberish, the same every time.
 
@@ -37,9 +44,9 @@ def make_tiny_model(
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context_tokens_max,

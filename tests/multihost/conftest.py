@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fleet import Fleet, start_fleet
+from fleet import Fleet, make_model, start_fleet
 from hosts import Network, why_no_hosts
-from tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +15,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     directory: Path = tmp_path_factory.mktemp("hosts")
     network = Network(directory)
     try:
-        with start_fleet(network, directory, make_tiny_model(directory / "tiny-llama")) as fleet:
+        with start_fleet(network, directory, make_model(directory / "tiny-llama")) as fleet:
             yield fleet
     finally:
         network.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 from hosts import Host, Network, wait_until
 from ray_hosts import START_WITHIN_S, RayHosts
+from tiny_model import make_tiny_model
 
 from headrace.client.admin_values import SystemStatus, WorkerStatus
 from headrace.client.client import HeadraceClient
@@ -28,7 +29,7 @@ SETTINGS = {
     "prefill_chunk_tokens": 64,
     "local_prefill_tokens": 4_096,  # prefill workers work for those requests that name one
     "load_patience_ms": 5_000,  # the model computes in no time, and these tests are about what is reused
-    "arena_mb": 16,
+    "arena_mb": 64,
     "prefill_workers": 1,
     "decode_workers": 2,
     "gateways": 2,
@@ -110,6 +111,12 @@ class Fleet:
             return bool(holds(self.client.status()))
         except HeadraceError:
             return False
+
+
+def make_model(directory: Path) -> Path:
+    """A model of 6 million parameters. A prompt takes it many times longer to compute than to fetch, so that the
+    gateways, who go by what they have measured, choose to fetch."""
+    return make_tiny_model(directory, hidden_size=256, num_layers=8)
 
 
 def make_prompt(tokens: int, *, seed: int) -> list[int]:
