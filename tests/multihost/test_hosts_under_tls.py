@@ -13,10 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 from click.testing import CliRunner
-from fleet import DEPLOYMENTS, SETTINGS, TOKENS, make_prompt
+from fleet import DEPLOYMENTS, SETTINGS, TOKENS, make_model, make_prompt
 from hosts import Host, Network, wait_until, why_no_hosts
 from ray_hosts import BLOCK_TOKENS, GCS_PORT, GRPC_PORT, HTTP_PORT, START_WITHIN_S, RayHosts
-from tiny_model import make_tiny_model
 
 from headrace.admin.cli import main
 from headrace.admin.create_certificates import create_certificates
@@ -29,7 +28,7 @@ from headrace.core.tenants import HashedKey, new_key
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KEY = new_key()
-HIT = 6 * BLOCK_TOKENS
+HIT = 24 * BLOCK_TOKENS
 OVER_GRPC = CacheOptions(sources=frozenset({CacheSource.GRPC}))
 
 
@@ -62,7 +61,7 @@ class SecureHosts:
         self.ray.deploy(
             settings=SETTINGS
             | {
-                "model": str(make_tiny_model(self._directory / "tiny-llama")),
+                "model": str(make_model(self._directory / "tiny-llama")),
                 "insecure_network": False,
                 "gateways": 1,
                 "decode_workers": 1,
