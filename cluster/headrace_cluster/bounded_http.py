@@ -128,10 +128,11 @@ class BoundedHttp(HttpToolsProtocol):
     def _is_late(self, reason: str) -> None:
         self._reading = None
         cycle = self.cycle
-        answering = cycle is not None and cycle.response_started and not cycle.response_complete
-        if answering and reason == "head_time":
-            self._wait_for(reason, self.head_timeout_ms)  # the next request has time until the answer to this one ends
-        elif answering:
+        busy = cycle is not None and not cycle.response_complete
+        if (reason == "head_time" and busy) or self.pipeline:
+            # What comes behind a request that is being answered waits for its answer, and may not end it.
+            self._wait_for(reason, self.head_timeout_ms if reason == "head_time" else self.body_timeout_ms)
+        elif cycle is not None and busy and cycle.response_started:
             # The answer to it has begun (a body that was refused unread): what is missing is not waited for.
             self._close(reason)
         elif reason == "head_time" and self._head_bytes == 0:

@@ -88,7 +88,8 @@ class TryAgainWhenDied:
                 answered = True
                 await send(message)
 
-            await self._app(scope, request.again(), note_and_send)
+            # A copy: whoever is asked writes into it where the request went.
+            await self._app({**scope}, request.again(), note_and_send)
             if answered or request.is_left:
                 return
         await _send_refusal(send)

@@ -61,13 +61,15 @@ def listen_on(server: Any, options: HTTPOptions, *, port: int) -> int:
 
 
 def check_opened_here(server: Any) -> None:
-    """Refuse a server that Serve opened in plain text beside an HTTPS port. Raises ConfigInvalid."""
+    """Refuse a server that Serve opened by itself, on every interface and in plain text, while its HTTP API is to have
+    less than that. Raises ConfigInvalid."""
     options = serve_http_options() if ray.is_initialized() and server not in _opened else None
-    if options is not None and options.ssl_certfile:
+    if options is not None and (options.ssl_certfile or options.host not in EVERY_INTERFACE):
         raise ConfigInvalid(
-            "tls_cert_file",
-            "Serve's proxies would serve gRPC in plain text: set RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH="
-            "headrace_cluster.proxy_http.middlewares in the environment of every Ray node",
+            "tls_cert_file" if options.ssl_certfile else "http_host",
+            "Serve's proxies would serve gRPC in plain text on every interface: set "
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=headrace_cluster.proxy_http.middlewares in the environment of "
+            "every Ray node",
         )
 
 

@@ -42,7 +42,7 @@ class TenantsCopy:
         self._seen = seen
         try:
             self._write(_read(self._original))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             # The kind alone: a parser's message would quote the line, and so a key.
             return f"{self._original} is not a tenants file ({type(error).__name__}); the one before stays in force"
         return ""

@@ -323,16 +323,6 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
         metrics.registry, config.store.store_host, other_metrics_ports(config.store.metrics_port)
     )
     parts.callback(server.close)
-    peers = PeerGateways(
-        membership,
-        gateway_id=gateway_id,
-        host=config.store.store_host,
-        host_id=host_id(config.store.arena_dir),
-        metrics_port=server.port,
-        clock=clock,
-        tls=tls,
-    )
-    parts.push_async_callback(peers.stop)
     observer = RouteMetrics(metrics)
     service = GatewayService(
         index=mirror if tracing is None else TracedBlockIndex(mirror, tracing=tracing),
@@ -347,10 +337,20 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
         tenants_file=TenantsFile(config.gateway.tenants_file) if config.gateway.tenants_file else None,
         tracing=tracing,
     )
+    peers = PeerGateways(
+        service.membership,  # which remembers whom it has told of
+        gateway_id=gateway_id,
+        host=config.store.store_host,
+        host_id=host_id(config.store.arena_dir),
+        metrics_port=server.port,
+        clock=clock,
+        tls=tls,
+    )
+    parts.push_async_callback(peers.stop)
     service.run_beside(BudgetCarrier(Fleet(service, channel_to=channels.to)).step)
     service.run_beside(mirror.follow)
     service.run_beside(peers.step)
-    remembering = CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_call)
+    remembering = CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_call, counted=False)
     return Gateway(
         service=service,
         http_app=build_http_app(service, metrics_text=lambda: generate_latest(metrics.registry)),

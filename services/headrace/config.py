@@ -19,6 +19,7 @@ from headrace.core.errors import ConfigInvalid
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.limits import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 from headrace.core.overtake_limits import OVERTAKE_ROUND_TRIP_MIN_MS
+from headrace.core.telemetry_limits import METRICS_PORTS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 STORE_CODECS = ("raw", "int8", "fp8")
@@ -337,6 +338,8 @@ def _check(config: Config) -> None:
     ):
         if not 0 <= port <= 65_535:
             raise ConfigInvalid(key, "must lie in 0..65535")
+    if config.store.metrics_port > 65_535 - METRICS_PORTS:
+        raise ConfigInvalid("metrics_port", f"must leave {METRICS_PORTS} ports above it for workers and gateways")
     for key in ("shed_ttft_ms", "ttft_slo_ms", "itl_slo_ms"):
         if getattr(config.gateway, key) < 0:
             raise ConfigInvalid(key, "must not be negative; 0 switches it off")

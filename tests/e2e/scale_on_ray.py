@@ -27,6 +27,7 @@ from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, CacheOptions, Sampling
 from headrace.core.errors import HeadraceError
 from headrace_cluster.local_instance import INSTANCE_VARIABLE, processes_of
+from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS
 from headrace_cluster.store_actor import stop_store_actors
 from headrace_cluster.supervisor import free_port
@@ -130,6 +131,7 @@ def scale_in(deployed: Deployed, pool: ThreadPoolExecutor) -> dict[str, Any]:
 
 def main(redis_url: str, model: str) -> None:
     grpc_port = free_port("127.0.0.1")
+    os.environ[CALLBACK_VARIABLE] = CALLBACK
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as temp_dir:
         ray.init(
             address="local", _temp_dir=temp_dir, _node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=2,

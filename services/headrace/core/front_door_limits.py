@@ -33,6 +33,10 @@ HTTP_KEPT_BYTES_MAX = 256 * 1024 * 1024
 # How long what a refused client still sends is read and thrown away, so that it sees the answer.
 HTTP_LINGER_MS = 1_000
 
+# Callers who watch one gateway's health at once: they show no key, their calls never end, and each takes one of the
+# calls that a gateway has at once (twice GATEWAY_INFLIGHT_MAX). A load balancer or two with several addresses each.
+HEALTH_WATCHES_MAX = 32
+
 # How often calls that were refused for their key leave an audit line: a line of 200 to 800 bytes each second at most.
 AUDIT_REFUSALS_MS = 1_000
 

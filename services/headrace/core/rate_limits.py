@@ -137,12 +137,14 @@ class RateAccounts:
         self._take(account.tokens, asked, "tokens_per_minute", tenant, now_s)
         return asked
 
-    def end(self, tenant: str, *, unused_tokens: int) -> None:
+    def end(self, tenant: str, *, unused_tokens: int, unused_turn: bool = False) -> None:
         """One request is over; give back what it took and did not use."""
         account, now_s = self._name_to_account[tenant], self._clock.now_s()
         account.under_way -= 1
         if account.tokens is not None and unused_tokens > 0:
             account.tokens.give_back(unused_tokens, now_s)
+        if account.requests is not None and unused_turn:
+            account.requests.give_back(1, now_s)
 
     def check_integrity(self) -> None:
         """Nothing is below 0, and no bucket holds more than it can."""

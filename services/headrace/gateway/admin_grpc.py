@@ -60,11 +60,13 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         channel_to: Callable[[str], grpc.aio.Channel],
         refuse: RefuseCall,
         peers: PeerGateways | None = None,
+        counted: bool = True,
     ) -> None:
-        """peers: the other gateways, which are asked for requests that this one does not remember; None asks nobody."""
+        """peers: the other gateways, which are asked for requests that this one does not remember; None asks nobody.
+        counted: whether what is refused counts as a caller's; not of what other gateways ask."""
         self._service = service
         self._fleet = Fleet(service, channel_to=channel_to)
-        self._refuse = telling(refuse, service.call_refused)
+        self._refuse = telling(refuse, service.call_refused) if counted else refuse
         self._peers = peers
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, grpc_context: Any) -> admin_pb2.ListBlocksReply:

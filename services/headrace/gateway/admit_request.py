@@ -14,6 +14,7 @@ Lives on the event loop; nothing here waits. What a refusal looks like to caller
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from headrace.core.errors import InvalidRequest, Overloaded, TenantOverShare, WorkerUnavailable
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX, GATEWAY_PROMPT_TOKENS_MAX, RETRY_AFTER_MS, RETRY_AFTER_MS_MAX
@@ -22,12 +23,29 @@ from headrace.core.tenants import Tenant
 from headrace.gateway.worker_table import WorkerTable
 
 
-@contextmanager
-def admit_request(tenant: Tenant, places: "Places") -> Iterator["Place"]:
-    """Hold one of the gateway's places for as long as the scope lasts. Raises Overloaded, TenantOverShare, RateLimited.
+@dataclass(slots=True)
+class Body:
+    """What a client sent at once: several requests, of which one that is refused ends all."""
 
-    A request that ends before anything was done for it has its tokens given back to its tenant, not its turn.
+    num_requests: int = 1
+    was_refused: bool = False
+
+
+@contextmanager
+def admit_request(tenant: Tenant, places: "Places", *, body: Body | None = None) -> Iterator["Place"]:
+    """Hold one of the gateway's places for as long as the scope lasts. Raises Overloaded, TenantOverShare, RateLimited;
+    InvalidRequest for one of more requests than the tenant may ever have at once.
+
+    A request that ends before anything was done for it has its tokens given back to its tenant, not its turn; one that
+    ends because another one of its body was refused has both.
     """
+    body = body or Body()
+    most = tenant.rates.concurrent_max
+    if most is not None and body.num_requests > most:
+        raise InvalidRequest(
+            f"{body.num_requests} prompts at once, and tenant {tenant.name} may have {most} (concurrent_max)",
+            param="prompt",
+        )
     place = Place(tenant, places)
     places.take(place)
     try:
@@ -35,10 +53,15 @@ def admit_request(tenant: Tenant, places: "Places") -> Iterator["Place"]:
         try:
             yield place
         except (InvalidRequest, Overloaded, WorkerUnavailable):
-            place.was_refused = True
+            place.was_refused = body.was_refused = True
             raise
         finally:
-            places.rates.end(tenant.name, unused_tokens=place.unused_tokens)
+            beside_refused = body.was_refused and not place.was_refused and not place.passed_on_tokens
+            place.was_refused |= beside_refused
+            places.rates.end(tenant.name, unused_tokens=place.unused_tokens, unused_turn=beside_refused)
+    except (InvalidRequest, Overloaded):
+        body.was_refused = True
+        raise
     finally:
         places.give_back(place)
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from headrace.core.limits import HEALTH_WATCH_MS
+from headrace.core.errors import Overloaded
+from headrace.core.front_door_limits import HEALTH_WATCHES_MAX
+from headrace.core.limits import HEALTH_WATCH_MS, RETRY_AFTER_MS
 from headrace.gateway.accepted import Accepted
 from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.refuse_call import RefuseCall, telling
@@ -32,12 +34,14 @@ class InferenceRpc:
 
     def __init__(self, service: GatewayService, *, refuse: RefuseCall) -> None:
         self._service = service
+        self._refuse_begun = refuse
         self._refuse = telling(refuse, service.call_refused)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, grpc_context: Any
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request in, Accepted, tokens and Done out. Cancelling the call ends the work on the worker."""
+        refuse = self._refuse
         try:
             tenant = self._service.authenticate(authorization_of(grpc_context))
             events = self._service.generate(parse_generate_request(request), tenant)
@@ -45,8 +49,9 @@ class InferenceRpc:
             async with aclosing(within_callers_trace(traceparent, events)) as steps:
                 async for event in steps:
                     yield _render(event)
+                    refuse = self._refuse_begun
         except Exception as error:
-            await self._refuse(grpc_context, error)
+            await refuse(grpc_context, error)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, grpc_context: Any
@@ -85,6 +90,7 @@ class HealthRpc:
     def __init__(self, service: GatewayService, *, refuse: RefuseCall) -> None:
         self._service = service
         self._refuse = telling(refuse, service.call_refused)
+        self._num_watches = 0
 
     async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Any) -> health_pb2.HealthCheckResponse:
         """The state now; NOT_FOUND for a service that is not served here."""
@@ -99,14 +105,20 @@ class HealthRpc:
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """The state now and whenever it changes, until the caller leaves."""
-        told = None
-        while True:
-            response = self._response(request.service)
-            if response.status != told:
-                told = response.status
-                yield response
-            await asyncio.sleep(HEALTH_WATCH_MS / 1000)
+        """The state now and whenever it changes, until the caller leaves. Refused beyond HEALTH_WATCHES_MAX at once."""
+        if self._num_watches >= HEALTH_WATCHES_MAX:
+            await self._refuse(grpc_context, Overloaded("too many watch this", retry_after_ms=RETRY_AFTER_MS))
+        self._num_watches += 1
+        try:
+            told = None
+            while True:
+                response = self._response(request.service)
+                if response.status != told:
+                    told = response.status
+                    yield response
+                await asyncio.sleep(HEALTH_WATCH_MS / 1000)
+        finally:
+            self._num_watches -= 1
 
     def _response(self, service: str) -> health_pb2.HealthCheckResponse:
         if service not in HEALTH_SERVICES:

@@ -23,6 +23,7 @@ from headrace.core.generation import Usage, WorkerId
 from headrace.core.limits import CLIENT_REQUEST_ID_CHARS_MAX, REQUEST_BODY_BYTES_MAX, REQUEST_DRAIN_BYTES_MAX
 from headrace.core.tenants import Tenant
 from headrace.gateway.accepted import Accepted
+from headrace.gateway.admit_request import Body
 from headrace.gateway.authenticate import AUTHORIZATION
 from headrace.gateway.merge_streams import merge_streams
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
@@ -160,7 +161,10 @@ class _Api:
         return EventStream(opening, events, wanted, chat=chat, created_unix_s=created_unix_s, headers=headers)
 
     def _generate(self, wanted: OpenAiRequest, tenant: Tenant) -> AsyncGenerator[NumberedEvent, None]:
-        return merge_streams([_number(i, self._service.generate(r, tenant)) for i, r in enumerate(wanted.requests)])
+        body = Body(len(wanted.requests))
+        return merge_streams(
+            [_number(i, self._service.generate(r, tenant, body=body)) for i, r in enumerate(wanted.requests)]
+        )
 
 
 async def _number(prompt: int, events: AsyncGenerator[GatewayEvent, None]) -> AsyncGenerator[NumberedEvent, None]:

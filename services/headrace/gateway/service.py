@@ -29,7 +29,7 @@ from headrace.core.rate_limits import RateAccounts
 from headrace.core.sequence_room import SequenceRoom
 from headrace.core.tenants import KeyRing, Tenant, groups_of
 from headrace.gateway.accepted import Accepted
-from headrace.gateway.admit_request import Places, admit_request, shortest_queue_s
+from headrace.gateway.admit_request import Body, Places, admit_request, shortest_queue_s
 from headrace.gateway.audit_log import RefusalLog
 from headrace.gateway.authenticate import authenticate
 from headrace.gateway.goodput import LatencyTargets, RequestObserver, RequestOutcome, observed_request
@@ -234,23 +234,27 @@ class GatewayService:
         self._requests.call_refused(error)
         self._refusals.saw(error, peer=peer)
 
-    def generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
-        """Serve one client request: Accepted, then tokens, then one ChoiceFinished per choice.
+    def generate(
+        self, request: ClientRequest, tenant: Tenant, *, body: Body | None = None
+    ) -> AsyncGenerator[GatewayEvent, None]:
+        """Serve one client request: Accepted, then tokens, then one ChoiceFinished per choice. body: what it came in.
 
         Blocks are shared within the tenant's trust group. Raises InvalidRequest (nothing was sent to a worker),
         Overloaded, WorkerUnavailable, DeadlineExceeded. Closing the stream ends the work on every worker.
         """
-        events = self._generate(request, tenant)
+        events = self._generate(request, tenant, body)
         return trace_request(request, events, tracing=self._tracing, decisions=self.planner.decisions)
 
-    async def _generate(self, request: ClientRequest, tenant: Tenant) -> AsyncGenerator[GatewayEvent, None]:
+    async def _generate(
+        self, request: ClientRequest, tenant: Tenant, body: Body | None
+    ) -> AsyncGenerator[GatewayEvent, None]:
         accepted_s = self.clock.now_s()
         deadline = Deadline.after((request.timeout_ms or REQUEST_TIMEOUT_MS_DEFAULT) / 1000, self.clock)
         with (
             observed_request(
                 self._requests, self._targets, tenant=tenant.name, choices=request.choices, clock=self.clock
             ) as times,
-            admit_request(tenant, self.places) as place,
+            admit_request(tenant, self.places, body=body) as place,
         ):
             requests = await self._prepare(request, tenant, deadline)
             place.hold_prompt(

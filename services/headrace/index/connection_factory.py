@@ -13,6 +13,7 @@ otherwise are asked without. Redis Cluster is not spoken: a lookup and the membe
 here is one connection.
 """
 
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -44,7 +45,9 @@ def connection_factory(redis_url: str, *, timeout_ms: int) -> ConnectionPool:
             return _primary_of_sentinels(redis_url, timeout_ms=timeout_ms)
         if "cluster" in parts.scheme or "," in parts.netloc:
             raise _UrlRefused("Redis Cluster is not spoken; name one server, or Sentinels by redis+sentinel://")
-        return _with_known_options(ConnectionPool.from_url(redis_url, **_connection_options()))
+        pool = ConnectionPool.from_url(redis_url, **_connection_options())
+        _check_options(pool, pool.connection_kwargs)
+        return pool
     except _UrlRefused as refused:
         raise ConfigInvalid("redis_url", f"cannot be read: {refused}") from None
     except ValueError:
@@ -53,13 +56,12 @@ def connection_factory(redis_url: str, *, timeout_ms: int) -> ConnectionPool:
         raise ConfigInvalid("redis_url", f"cannot be read: {why}") from None
 
 
-def _with_known_options(pool: ConnectionPool) -> ConnectionPool:
-    """The same pool, whose connections can be made: an option that there is not shows only then."""
+def _check_options(pool: ConnectionPool, options: Mapping[str, Any]) -> None:
+    """Its connections can be made with these: an option that there is not shows only then."""
     try:
-        pool.connection_class(**pool.connection_kwargs)
+        pool.connection_class(**options)
     except TypeError:
         raise _UrlRefused("an option behind its ? is not known") from None
-    return pool
 
 
 def _connection_options() -> dict[str, Any]:
@@ -90,6 +92,7 @@ def _primary_of_sentinels(redis_url: str, *, timeout_ms: int) -> ConnectionPool:
     each_s = timeout_ms / 1000 / (1 + len(addresses))
     asking |= {"protocol": 2, "driver_info": None, "retry": Retry(NoBackoff(), 0)}
     asking |= {"socket_timeout": each_s, "socket_connect_timeout": each_s}
+    _check_options(read, options)  # those of Sentinels are among them
     sentinel = Sentinel(addresses, sentinel_kwargs=asking)
     return SentinelConnectionPool(name, sentinel, ssl=with_tls, **options)
 

@@ -271,4 +271,4 @@ def other_metrics_ports(metrics_port: int) -> Sequence[int]:
     name it; the one worker of a pod has the next."""
     if metrics_port == 0:
         return (0,)
-    return range(metrics_port + 1, min(metrics_port + METRICS_PORTS, 65_536))
+    return range(metrics_port + 1, metrics_port + METRICS_PORTS)

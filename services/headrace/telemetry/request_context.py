@@ -5,6 +5,7 @@ it for the next item, so one that belongs to a request is stepped by `stream_wit
 processes it goes as W3C trace context, and the request's id beside it. Knows nothing of OpenTelemetry.
 """
 
+import re
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,8 @@ from typing import TypeVar
 Event = TypeVar("Event")
 
 TRACEPARENT = "traceparent"  # as HTTP header and as gRPC metadata: https://www.w3.org/TR/trace-context/
+# Only what is one is kept: it stands in log lines and goes on to other parts.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 REQUEST_ID = "headrace-request-id"  # between our own parts only; a caller's is not taken over
 
 
@@ -77,4 +80,6 @@ def incoming_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> Requ
 
 def within_callers_trace(traceparent: str | None, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
     """The same events, as part of the trace that a client says it is in; its request gets an id of ours."""
-    return stream_within(RequestContext(traceparent=traceparent), events) if traceparent else events
+    if traceparent is None or not _TRACEPARENT.fullmatch(traceparent):
+        return events
+    return stream_within(RequestContext(traceparent=traceparent), events)

@@ -23,7 +23,7 @@ class RenewedChannel:
         self._open = open_channel
         self._material: TlsMaterial | None = None
         self._channel: Any = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[asyncio.Task[None], Any] = {}  # and the old channel that each closes
         self._closed = False
 
     def unary_unary(self, *arguments: Any, **named: Any) -> "_Method":
@@ -56,18 +56,21 @@ class RenewedChannel:
     def _retire(self, old: Any) -> None:
         if old is not None:
             ending = asyncio.get_running_loop().create_task(old.close(OLD_CHANNEL_GRACE_S), name="close an old channel")
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            self._ending[ending] = old
+            ending.add_done_callback(lambda ended: self._ending.pop(ended, None))
 
     async def close(self) -> None:
         """Close all; calls in progress are cancelled. Idempotent."""
         self._closed = True
         channel, self._channel = self._channel, None
-        for ending in tuple(self._ending):
-            ending.cancel()
-        await asyncio.gather(*self._ending, return_exceptions=True)
-        if channel is not None:
-            await channel.close()
+        ending = dict(self._ending)
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        # Once more and without grace: a closing that was cut off leaves its channel's calls alone.
+        for open_still in (*ending.values(), channel):
+            if open_still is not None:
+                await open_still.close()
 
 
 class RenewedBlockingChannel(RenewedChannel):
@@ -101,15 +104,15 @@ class _Method:
         self._kind = kind
         self._arguments = arguments
         self._named = named
-        self._made_for: Any = None
-        self._method: Any = None
+        self._made: tuple[Any, Any] = (None, None)  # a channel and its method, together: several threads may renew it
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         channel = self._channel.now()
-        if channel is not self._made_for:
-            self._method = getattr(channel, self._kind)(*self._arguments, **self._named)
-            self._made_for = channel
-        return self._method(*arguments, **named)
+        made_for, method = self._made
+        if channel is not made_for:
+            method = getattr(channel, self._kind)(*self._arguments, **self._named)
+            self._made = (channel, method)
+        return method(*arguments, **named)
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:

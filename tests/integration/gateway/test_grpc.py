@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tiny_gateway import BLOCK_TOKENS, answer_text, make_namespace, make_worker_record, tiny_gateway
 
 from headrace.core.errors import Overloaded, WorkerUnavailable
+from headrace.core.front_door_limits import HEALTH_WATCHES_MAX
 from headrace.core.members import WorkerRole
 from headrace.gateway.inference_grpc import InferenceRpc
 from headrace.gateway.refuse_call import CallRefused, refuse_by_raising
@@ -179,6 +180,29 @@ async def test_health_follows_the_workers(model_path):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await health.Check(health_pb2.HealthCheckRequest(service="nobody"))
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watchers_of_health_who_show_no_key_cannot_take_all_calls_of_a_gateway(model_path):
+    """Fails when streams that never end are let in without a bound, or a place is not given back."""
+    async with served(model_path, WORKERS[0]) as (_, channel):
+        health, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        watching = [health.Watch(asked, timeout=120) for _ in range(HEALTH_WATCHES_MAX)]
+        for call in watching:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await health.Watch(asked, timeout=120).read()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watching.pop().cancel()
+
+        async def is_let_in() -> bool:
+            try:
+                return await health.Watch(asked, timeout=120).read() is not grpc.aio.EOF
+            except grpc.aio.AioRpcError:
+                return False
+
+        async with asyncio.timeout(60):
+            while not await is_let_in():  # noqa: ASYNC110 - the server tells nobody
+                await asyncio.sleep(0.05)
 
 
 async def test_generic_clients_find_the_services_by_reflection(model_path):

@@ -150,6 +150,8 @@ async def test_sentinels_that_do_not_know_the_name_are_a_redis_that_is_away(sent
         ("redis+cluster://127.0.0.1:6379", "Cluster is not spoken"),
         ("redis://one:6379,two:6379/0", "Cluster is not spoken"),
         ("http://host", "cannot be read"),
+        ("redis+sentinel://host/cache?foo=1", "option"),
+        ("rediss+sentinel://host/cache?ssl_foo=1", "option"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_with_what_would_do(url: str, named: str):

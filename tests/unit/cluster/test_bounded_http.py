@@ -156,3 +156,23 @@ async def test_connections_beyond_the_bound_are_told_to_come_back():
         writer.write(POST % 2 + b"ok")
         assert (await answer_of(reader)).endswith("2")
         assert ended == ["connections"]
+
+
+async def test_what_comes_behind_a_request_that_is_being_answered_does_not_end_it():
+    """Fails when half of a next head, which nobody waits for yet, costs the caller the answer that is on its way."""
+    may_answer = asyncio.Event()
+
+    async def slow(scope, receive, send):
+        await may_answer.wait()
+        await echo(scope, receive, send)
+
+    async with served(slow, head_timeout_ms=50) as (port, ended), connected(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nwhat")
+        await writer.drain()
+        await asyncio.sleep(0.05)  # so that the rest is a packet of its own
+        writer.write(b"GET / HT")
+        await asyncio.sleep(0.2)
+        assert not ended
+        may_answer.set()
+        assert (await answer_of(reader)).startswith("HTTP/1.1 200")
+        assert ended == ["head_time"]

@@ -103,3 +103,16 @@ async def test_bodies_are_kept_as_far_as_there_is_room_and_then_passed_on_as_the
     assert large.bodies == [b"abcdef"]
     assert large.sent[0]["status"] == 503
     assert asked._kept._bytes == 0
+
+
+async def test_the_second_gateway_is_asked_for_the_same_path_as_the_first():
+    """Fails when what Serve wrote into the scope of the first attempt is taken for the caller's own."""
+    asked: list[str] = []
+
+    async def serve(scope, receive, send) -> None:
+        asked.append(scope.get("root_path", ""))
+        scope["root_path"] = "/chat"
+
+    front = Front(b"ab")
+    await TryAgainWhenDied(serve)({"type": "http", "path": "/chat/v1"}, front.receive, front.send)
+    assert asked == ["", ""]

@@ -51,7 +51,7 @@ def test_a_changed_file_is_copied_and_the_supervisor_keeps_its_key(original, tmp
     assert read_tenants(copy.path).tenant_of(copy.key) is not None
 
 
-@pytest.mark.parametrize("broken", ["tenants: [", "tenants:\n", "[]", "", b"\xff\xfe\xff"])
+@pytest.mark.parametrize("broken", ["tenants: [", "tenants:\n", "[]", "", b"\xff\xfe\xff", "- 2026-13-01", "[" * 2_000])
 def test_a_broken_file_is_told_once_without_its_text_and_the_copy_stays(original, tmp_path, broken):
     copy = make_copy(original, tmp_path)
     original.write_bytes(broken if isinstance(broken, bytes) else broken.encode())

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 from tiny_gateway import make_worker_record, tiny_gateway
 
-from headrace.core.errors import ContextExceeded, Overloaded, RateLimited
+from headrace.core.errors import ContextExceeded, InvalidRequest, Overloaded, RateLimited
 from headrace.core.rate_limits import RateLimits
 from headrace.core.tenants import Tenant
+from headrace.gateway.admit_request import Body
+from headrace.gateway.merge_streams import merge_streams
 from headrace.telemetry.gateway_metrics import RouteMetrics
 from headrace.telemetry.metrics import Metrics
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
@@ -92,4 +94,28 @@ async def test_the_tenants_bound_of_requests_at_once_is_given_back_with_each(mod
         await collect(gateway, ask(), replace(tenant, name="acme-2"))
         await held.aclose()
         await collect(gateway, ask(), tenant)
+        gateway.assert_at_rest()
+
+
+async def test_a_body_of_several_prompts_of_which_one_is_refused_costs_its_tenant_nothing(model_path):
+    """Fails when the prompts beside a refused one stay charged: the same body would then never be let in."""
+    tenant, body = limited(requests_per_minute=2, tokens_per_minute=10_000), Body(num_requests=3)
+    async with tiny_gateway(make_worker_record("d0"), model_path=model_path) as gateway:
+        gateway.worker("d0").hangs = True  # nothing comes out before the refusal
+        streams = [gateway.service.generate(ask(max_tokens=100), tenant, body=body) for _ in range(3)]
+        with pytest.raises(RateLimited):
+            async for _ in merge_streams(streams):
+                pass
+        account, now_s = gateway.service.places.rates._name_to_account["acme"], gateway.clock.now_s()
+        assert account.requests.level(now_s) >= 2 - 1e-6
+        assert account.tokens.level(now_s) >= 10_000 - 1e-6
+        gateway.assert_at_rest()
+
+
+async def test_a_body_of_more_prompts_than_a_tenant_may_ever_have_at_once_is_invalid_not_early(model_path):
+    """Fails when it is told to come back, for ever."""
+    tenant, body = limited(concurrent_max=2), Body(num_requests=3)
+    async with tiny_gateway(make_worker_record("d0"), model_path=model_path) as gateway:
+        with pytest.raises(InvalidRequest, match="concurrent_max"):
+            await anext(gateway.service.generate(ask(), tenant, body=body))
         gateway.assert_at_rest()

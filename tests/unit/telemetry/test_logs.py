@@ -20,6 +20,7 @@ from headrace.telemetry.request_context import (
     outgoing_metadata,
     stream_within,
     within,
+    within_callers_trace,
 )
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -133,3 +134,14 @@ def test_a_store_nodes_process_logs_as_its_setting_says():
     entry = json.loads(done.stderr.splitlines()[-1])
     assert (entry["level"], entry["part"], entry["id"]) == ("ERROR", "store node", "n7")
     assert "redis_url" in entry["message"]
+
+
+async def test_what_a_client_says_of_its_trace_is_kept_only_when_it_is_a_trace():
+    """Fails when free text of a caller's goes into log lines and on to other parts."""
+
+    async def events():
+        yield current().traceparent
+
+    good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for said, kept in ((good, good), ("00-ANY TEXT-b-01", ""), (good + "-more", ""), ("", ""), (None, "")):
+        assert [event async for event in within_callers_trace(said, events())] == [kept]
