@@ -46,8 +46,10 @@ class BlockPool:
         on_hashes: Callable[[HashesChanged], None] = lambda change: None,
         window: KeyWindow = EVERYTHING,
         lock: "threading.Lock | threading.RLock | None" = None,
+        names_max: int | None = None,
     ) -> None:
-        """window: what the model reads of a sequence. lock: the pool's own, or one that several share."""
+        """window: what the model reads of a sequence. lock: the pool's own, or one that several share. names_max: of
+        blocks without bytes; None for POOL_NAMES_PER_BLOCK_MAX for each block."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.counters = PoolCounters()
@@ -61,6 +63,7 @@ class BlockPool:
         self._window = window
         self._hashed: dict[int, HashedBlock] = {}  # block id -> what it stands for
         self._tree = HashTree()
+        self._names_max = POOL_NAMES_PER_BLOCK_MAX * num_blocks if names_max is None else names_max
         self._kept: dict[int, None] = {}  # unreferenced hashed blocks, longest unused first
         self._private: set[int] = set()  # held blocks that were forgotten: not to be shared again
 
@@ -225,14 +228,12 @@ class BlockPool:
             selected = self._select(selection)
             leaving = self._leaving(selected)
             kept = len(selected) - len(leaving)
-            if (
-                selection.blocks_max is not None
-            ):  # stable: where a parent and its child count alike, the child stays first
+            if selection.blocks_max is not None:
                 used_s: dict[BlockHash, float] = {}  # a block's own last use or that of one on it, whichever was later
                 for hashed in leaving:
                     on_it = (used_s[child] for child in self._tree.children(hashed.block_hash) if child in used_s)
                     used_s[hashed.block_hash] = max((hashed.last_used_s, *on_it))
-                leaving.sort(key=lambda hashed: used_s[hashed.block_hash])
+                leaving.sort(key=lambda hashed: used_s[hashed.block_hash])  # stable: of equals, the child stays first
                 leaving = leaving[: selection.blocks_max]
             if not dry_run:
                 for hashed in leaving:
@@ -373,8 +374,9 @@ class BlockPool:
 
         Blocks kept for reuse go for them, the longest unused first: their names go with them.
         """
-        names_max = POOL_NAMES_PER_BLOCK_MAX * self.num_blocks
-        while len(self._tree.names) + len(missing := self._tree.missing_names(prompt, end)) > names_max:
+        while missing := self._tree.missing_names(prompt, end):
+            if len(self._tree.names) + len(missing) <= self._names_max:
+                break
             if not self._kept:
                 return False
             self._evict_one()

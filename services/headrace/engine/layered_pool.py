@@ -15,6 +15,7 @@ from dataclasses import replace
 from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock
 from headrace.core.key_window import KeyWindow
+from headrace.core.limits import POOL_NAMES_PER_BLOCK_MAX
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.pool_block import PoolBlock
 from headrace.engine.pool_values import Evicted, Selection, Short, Taken
@@ -36,7 +37,15 @@ class LayeredPool(BlockPool):
         assert near_window.bounded
         lock = threading.RLock()
         super().__init__(num_blocks, clock=clock, on_freed=on_freed, lock=lock)
-        self.near = BlockPool(num_near, clock=clock, on_freed=on_freed, window=near_window, lock=lock)
+        self.near = BlockPool(
+            num_near,
+            clock=clock,
+            on_freed=on_freed,
+            window=near_window,
+            lock=lock,
+            # Sequences are as long as there are wide parts, however few near ones they hold.
+            names_max=POOL_NAMES_PER_BLOCK_MAX * num_blocks,
+        )
 
     @property
     def available_near(self) -> int:

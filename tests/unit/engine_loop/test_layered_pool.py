@@ -136,3 +136,24 @@ def test_a_reference_to_a_block_keeps_both_its_parts():
     assert (pool.available_blocks, pool.available_near) == (NUM_WIDE - 1, NUM_NEAR - 1)
     pool.unref(taken.block_ids[0])
     assert (pool.kept_blocks, pool.near.kept_blocks) == (1, 1)
+
+
+def test_one_long_sequence_that_is_held_does_not_keep_others_from_being_found():
+    """Fails when names of near parts are limited by how few of these there are: a sequence is as long as wide parts."""
+    pool = LayeredPool(640, num_near=8, near_window=WINDOW, clock=SystemClock())
+    long = Sequence(pool, make_prompt([1] * (590 * B)), {})
+    while long.num_computed < 590:
+        assert long.compute_one()
+    computed = make_prompt([2] * (2 * B))
+    taken = pool.take(2, prompt=computed)
+    assert not isinstance(taken, Short)
+    assert pool.hash_blocks(computed, taken.block_ids)
+    assert pool.resident_blocks(computed) == 2
+    pool.unref_all(taken.block_ids)
+    loaded = make_prompt([3] * (10 * B))  # from a store, with near parts of its last window only
+    taken = pool.take(10, prompt=loaded)
+    assert not isinstance(taken, Short)
+    near = pool.parts.split(taken.block_ids)[1]
+    assert pool.hash_blocks(loaded, pool.parts.place(taken.block_ids, near[:2], first=8))
+    assert pool.resident_blocks(loaded) == 10
+    pool.check_integrity()
