@@ -16,6 +16,7 @@ from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline
 from headrace.core.generation import ALL_SOURCES, HandOff, WorkerId
 from headrace.core.key_window import KeyWindow
+from headrace.core.limits import LOAD_PREFIX_TIMEOUT_MS
 from headrace.core.part_ids import PartIds
 from headrace.engine.event_stream import FilledBlock
 from headrace.transfer.load_layered import NearTable, load_layered
@@ -240,6 +241,27 @@ def test_a_prefill_that_ends_early_leaves_the_prefix_that_it_came_to():
         await store_blocks(world, "a", 14)
         loaded, _ = await Load(world).run(hand_off=HandOff(store_node="a", first_block=6, patience_ms=500))
         assert loaded.num_blocks == 14
+
+    run_virtual(main, seed=1)
+
+
+def test_a_window_is_repaired_however_long_the_prefill_took_that_was_followed():
+    """Fails when the time for the repair begins before the following: then all that came is thrown away."""
+
+    async def main(clock):
+        world = World(clock)
+        await store_blocks(world, "a", 6)
+
+        async def prefill() -> None:
+            for index in range(6, 18):
+                await asyncio.sleep(LOAD_PREFIX_TIMEOUT_MS / 1000 / 8)
+                await store_blocks(world, "a", index + 1, first=index)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(prefill())
+            hand_off = HandOff(store_node="a", first_block=6, patience_ms=5_000)
+            loaded, _ = await Load(world).run(hand_off=hand_off)
+        assert loaded.num_blocks == 18
 
     run_virtual(main, seed=1)
 

@@ -74,6 +74,8 @@ async def load_layered(
         load.faults += faults
     if reach > plan.first_block:
         await load.load(plan.first_block, reach, hand_off=hand_off, deadline=deadline if hand_off else limit)
+    if hand_off is not None:  # following may have taken any time
+        limit = deadline.capped(LOAD_PREFIX_TIMEOUT_MS / 1000)
     attempts_left = LOAD_WINDOW_ATTEMPTS
     while attempts_left and not load.gave_up and not load.is_whole:
         await load.fill(deadline=limit)
