@@ -29,6 +29,7 @@ def pool_selection(selector: EvictSelector, namespace: Namespace) -> Selection |
     """The selector in the pool's words; None when it means another tier.
 
     All blocks of a pool are of its worker's namespace or narrowed from it, so naming that namespace means all of them.
+    Of blocks of two parts each counts as its wide one: the near one may have gone before.
     """
     if selector.tier not in (None, Tier.DEVICE):
         return None
@@ -42,7 +43,7 @@ def pool_selection(selector: EvictSelector, namespace: Namespace) -> Selection |
         created_before_unix_ms=selector.created_before_unix_ms,
         blocks_max=None
         if selector.free_bytes is None
-        else -(-selector.free_bytes // namespace.layout.in_pool.block_bytes),
+        else -(-selector.free_bytes // namespace.layout.in_pool.wide.block_bytes),
     )
 
 
