@@ -34,3 +34,12 @@ def test_collapsing_changes_no_byte():
     numbers = torch.arange(4 * HUGE_PAGE_BYTES // 8)
     collapse_pages()
     assert torch.equal(numbers, torch.arange(4 * HUGE_PAGE_BYTES // 8))
+
+
+def test_what_cannot_be_read_or_is_named_in_no_encoding_stops_nothing(tmp_path):
+    """Fails when a model does not load since /proc is hidden, or a library lies under a name that is not UTF-8."""
+    assert collapse_pages(tmp_path / "no such file") == 0
+    assert collapse_pages(tmp_path) == 0, "a folder cannot be read as a file"
+    named = b"10000-20000 r--p 00000000 00:00 77 /lib/\xff \xc2\x85 x\nRss: 64 kB\n"
+    (tmp_path / "smaps").write_bytes(named)
+    assert collapse_pages(tmp_path / "smaps") == 0
