@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from simulated_engine import LAYOUT
@@ -13,11 +14,16 @@ from test_request_path import cause_chaos, rates_of
 from virtual_loop import run_virtual
 
 from headrace.core.block import CacheSource
+from headrace.core.clock import SystemClock
 from headrace.core.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
 from headrace.core.generation import CacheControl, CachedTokens
+from headrace.core.key_window import EVERYTHING, KeyWindow
 from headrace.core.limits import HAND_OFF_GRACE_MS, HAND_OFF_PATIENCE_MS_MIN, LEASE_TTL_MS
 from headrace.core.members import WorkerRole
 from headrace.core.step_costs import PrefillCost
+from headrace.engine.engine import EngineLoad
+from headrace.engine.layered_pool import LayeredPool
+from headrace.transfer.early_blocks import EarlyBlocks
 
 B = LAYOUT.block_tokens
 PROMPT = [token % 50 for token in range(10 * B + 2)]  # ten blocks and two tokens
@@ -251,7 +257,7 @@ async def test_a_cancelled_request_is_over_at_every_hop_within_a_second_whenever
         assert world.clock.now_s() - left_s < 1
         gateway.check_at_rest()
         for worker in world.workers.values():
-            assert worker._early_blocks == 0
+            assert worker._early_blocks.num_wide == 0
 
 
 def test_two_workers_that_prefill_for_each_other_do_not_wait_for_each_other():
@@ -278,6 +284,25 @@ def test_two_workers_that_prefill_for_each_other_do_not_wait_for_each_other():
             await rest(world, gateway)
 
     run_virtual(main, seed=4)
+
+
+def test_near_parts_that_wait_for_prefills_leave_room_for_others():
+    """Of a model of mixed layers: fails when wide parts alone are counted, of which there are plenty."""
+    window = KeyWindow(9, B)  # two blocks of a prefix, and so six near parts for each prompt
+    pool = LayeredPool(200, num_near=30, near_window=window, clock=SystemClock())
+    engine = SimpleNamespace(
+        pool=pool, window=EVERYTHING, near_window=window, load=lambda: EngineLoad(0, 0, pool.available_blocks)
+    )
+    early = EarlyBlocks(engine)
+    with early.taken(10):
+        assert early.may_take(10)
+        with early.taken(10):
+            assert not early.may_take(10), "the third would make it 18 of 30"
+    assert (early.num_wide, early.num_near) == (0, 0)
+    others = pool.take_near(25)
+    assert not early.may_take(10), "five are left, and six are held at once"
+    pool.unref_all([pool.parts.near_alone(near) for near in others])
+    assert early.may_take(10)
 
 
 NUM_SEEDS = 200

@@ -33,7 +33,6 @@ from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_PREFILL
 from headrace.core.limits import (
     ATTEMPTS_REMEMBERED,
     DRAIN_TIMEOUT_MS,
-    HAND_OFF_POOL_SHARE,
     MEMBER_REFRESH_MS,
     MEMBER_TTL_MS,
 )
@@ -46,6 +45,7 @@ from headrace.engine.engine import Admission, Engine
 from headrace.engine.event_stream import FilledBlock
 from headrace.engine.list_device import list_device
 from headrace.transfer.device_expiry import DeviceExpiry
+from headrace.transfer.early_blocks import EarlyBlocks
 from headrace.transfer.follow_prefill import await_first_block
 from headrace.transfer.load_admitted import load_admitted
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, asked_ways, load_prefix
@@ -121,7 +121,7 @@ class Worker:
         self._membership = membership
         self._attempts_running = 0
         self._attempts_seen: OrderedDict[str, None] = OrderedDict()
-        self._early_blocks = 0  # taken from the pool, and waiting for the first block of a prefill elsewhere
+        self._early_blocks = EarlyBlocks(engine)
         self._idle = asyncio.Event()
         self._idle.set()
         self._serving = False
@@ -266,8 +266,7 @@ class Worker:
         ttl_s = request.cache.retention.ttl_s
         with ExitStack() as waiting:
             if hand_off is not None:
-                num_held = self.engine.window.held_blocks(num_blocks)
-                await self._await_turn(waiting, request, num_held, hand_off, deadline=deadline)
+                await self._await_turn(waiting, request, num_blocks, hand_off, deadline=deadline)
             admission = await self.engine.admit(
                 request.prompt,
                 num_blocks=num_blocks,
@@ -358,25 +357,14 @@ class Worker:
         self, waiting: ExitStack, request: GenerateRequest, num_blocks: int, hand_off: HandOff, *, deadline: Deadline
     ) -> None:
         """Return when pool blocks may be taken for a hand-off; `waiting` is open as long as they wait for it."""
-        pool, load = self.engine.pool, self.engine.load()
-        at_once = load.waiting == 0 and num_blocks <= load.free_blocks
-        if at_once and self._early_blocks + num_blocks <= HAND_OFF_POOL_SHARE * pool.num_blocks:
-            waiting.enter_context(self._early(num_blocks))
-        elif pool.resident_blocks(request.prompt) <= hand_off.first_block:
+        if self._early_blocks.may_take(num_blocks):
+            waiting.enter_context(self._early_blocks.taken(num_blocks))
+        elif self.engine.pool.resident_blocks(request.prompt) <= hand_off.first_block:
             fault = await await_first_block(
                 request.prompt, hand_off, sources=request.cache.sources, nodes=self.nodes, deadline=deadline
             )
             if fault is not None:
                 self.report_fault(fault)
-
-    @contextmanager
-    def _early(self, num_blocks: int) -> Iterator[None]:
-        """So many pool blocks wait for a prefill as long as the scope lasts."""
-        self._early_blocks += num_blocks
-        try:
-            yield
-        finally:
-            self._early_blocks -= num_blocks
 
     def take_reused(self, held: HeldPrefix, request: GenerateRequest) -> list[FilledBlock]:
         """The reused blocks with a pool reference each, to be offered to the worker's sink before what is computed
