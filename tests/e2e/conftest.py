@@ -19,6 +19,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSystem]:
+    # `test_live_system` ends with its `down`: modules that use it have names that sort before.
     os.environ["OMP_NUM_THREADS"] = "1"
     state_dir = tmp_path_factory.mktemp("state")
     progress: list[str] = []

@@ -32,7 +32,9 @@ def certs() -> None:
 )
 @json_option
 def create(*, directory: Path, hosts: tuple[str, ...], days: int, as_json: bool) -> None:
-    """Make an authority and a certificate of it that names these hosts; given again, a new certificate of the same one.
+    """Make an authority and a certificate that names these hosts.
+
+    Given again, a new certificate of the same authority.
 
     \b
     Examples:
