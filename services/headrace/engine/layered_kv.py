@@ -14,6 +14,7 @@ from headrace.blocks.two_parts import TwoPartPool
 from headrace.config import EngineSettings
 from headrace.core.block import KvLayout
 from headrace.core.key_window import KeyWindow, model_window
+from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
 from headrace.core.part_ids import PartIds
 from headrace.engine.paged_kv import PagedKV
 
@@ -116,11 +117,12 @@ class NearRoom:
 
 
 def near_room(windows: Mapping[int, int | None], layout: KvLayout, engine: EngineSettings) -> NearRoom:
-    """As many near parts as a whole batch can hold at once, however long its sequences are; never more than there are
-    wide parts."""
+    """As many near parts as a whole batch can hold at once, however long its sequences are, and those of blocks that
+    wait to be published, which a window may have passed. Never more than there are wide parts."""
     num_blocks = engine.pool_tokens // engine.block_tokens
     window = _near_window(windows, layout.block_tokens)
-    return NearRoom(window, min(num_blocks, engine.batch_sequences_max * window.held_blocks(num_blocks)))
+    num_held = engine.batch_sequences_max * window.held_blocks(num_blocks)
+    return NearRoom(window, min(num_blocks, num_held + PUBLISH_QUEUE_BLOCKS + PUBLISH_BATCH_BLOCKS))
 
 
 def _near_window(windows: Mapping[int, int | None], block_tokens: int) -> KeyWindow:

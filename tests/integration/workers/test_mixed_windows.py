@@ -11,6 +11,7 @@ from headrace.config import EngineSettings, ModelSettings, StoreSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.generation import CachedTokens
 from headrace.core.key_window import KeyWindow
+from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
 from headrace.engine.layered_kv import LayeredKV
 from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel, load_model
@@ -34,13 +35,12 @@ def gemma_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(path, "gemma3_text", num_hidden_layers=6, query_pre_attn_scalar=16)
 
 
-def load(path: Path, *, pool_blocks: int = POOL_BLOCKS, batch: int = 1, codec: str = "raw") -> LoadedModel:
-    """batch: near parts are there for so many sequences."""
+def load(path: Path, *, pool_blocks: int = POOL_BLOCKS, codec: str = "raw") -> LoadedModel:
     return load_model(
         ModelSettings(
             model=str(path), device="cpu", torch_threads=1, model_cache_dir=str(path / "cache"), dtype="float32"
         ),
-        EngineSettings(block_tokens=B, pool_tokens=pool_blocks * B, batch_sequences_max=batch, store_codec=codec),
+        EngineSettings(block_tokens=B, pool_tokens=pool_blocks * B, batch_sequences_max=1, store_codec=codec),
         trust_group="tests",
         hash_algorithm=HashAlgorithm.XXH3_128,
         report=lambda line: None,
@@ -67,7 +67,9 @@ async def test_a_hit_of_six_windows_moves_one_of_the_layers_that_have_them(store
     model, other = load(gemma_dir), load(gemma_dir)
     assert isinstance(model.kv, LayeredKV)
     assert model.kv.near_window == KeyWindow(WINDOW, B)
-    assert model.kv.num_near == 2 * WINDOW_BLOCKS + 2 < POOL_BLOCKS
+    being_published = PUBLISH_QUEUE_BLOCKS + PUBLISH_BATCH_BLOCKS
+    assert load(gemma_dir, pool_blocks=400).kv.num_near == 2 * WINDOW_BLOCKS + 2 + being_published
+    assert model.kv.num_near == POOL_BLOCKS < being_published, "no more of them than of wide parts"
     worker, loader = await make_worker("worker", **priced(model)), await make_worker("loader", **priced(other))
     token_ids, blocks = prompts(PROMPT_MAX), PROMPT_MAX // B - 1
     cold = await worker.cold(token_ids)
@@ -188,17 +190,20 @@ async def test_sequences_that_gave_their_blocks_up_answer_as_if_they_had_kept_th
     """Five sequences past their window with blocks for two and a half, or five that grow to it with near parts for two.
     Fails if a part comes back wrong or is leaked, or half a window is taken for one."""
     steps = PricedSteps(price=1_000)
-    begin, grown, batch = (14 * B, 24, 8) if short_of == "wide parts" else (4 * B, 56, 1)
-    model = load(gemma_dir, batch=batch)
-    worker = await make_worker("worker", model=model, steps=steps)
+    begin, grown = (14 * B, 24) if short_of == "wide parts" else (4 * B, 56)
+    worker = await make_worker("worker", model=load(gemma_dir), steps=steps)
     engine = worker.worker.engine
     asked = [prompts(begin + number, salt=50 + number) for number in range(5)]
     cold = [await worker.cold(token_ids, max_tokens=grown) for token_ids in asked]
-    taken = engine.pool.take(engine.pool.num_blocks - 45 if short_of == "wide parts" else 0)
+    if short_of == "wide parts":
+        taken = engine.pool.take(engine.pool.num_blocks - 45).block_ids
+    else:
+        near = engine.pool.take_near(engine.pool.near.num_blocks - (2 * WINDOW_BLOCKS + 2))
+        taken = [engine.pool.parts.near_alone(each) for each in near]
     try:
         replies = await meet(worker, steps, [worker.decode(token_ids, max_tokens=grown) for token_ids in asked])
     finally:
-        engine.pool.unref_all(taken.block_ids)
+        engine.pool.unref_all(taken)
     for reply, want in zip(replies, cold, strict=True):
         assert reply.same_answer_as(want)
         assert reply.cached.total == 0
