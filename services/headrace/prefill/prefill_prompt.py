@@ -56,7 +56,8 @@ async def _compute_and_publish(
 ) -> tuple[int, int]:
     """Run the engine over what is missing; returns how many leading blocks were not computed, and are readable."""
     request, num_reused = call.request, held.num_blocks
-    if not request.cache.publish:
+    is_elsewhere = held.home_node not in ("", worker.nodes.sink_node_id())
+    if not request.cache.publish or is_elsewhere:  # a node keeps no block without its parent
         return num_reused, 0  # computing would be for nobody
     publication = Publication(request.cache.retention)
     num_readable = held.num_blocks if held.is_stored_here else 0

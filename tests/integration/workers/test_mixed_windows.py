@@ -246,3 +246,36 @@ async def test_what_is_computed_behind_a_window_of_another_host_is_stored_there(
     assert again.cached.shared_memory + again.cached.device == len(longer)
     assert again.same_answer_as(await first.cold([*longer, 5]))
     assert not moved.faults
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+async def test_nothing_is_prefilled_for_others_behind_a_window_of_another_host(
+    family, store_node, other_node, make_worker, membership, gemma_dir, mistral_dir, prompts
+):
+    """Fails if a prefill worker computes what its host's node cannot keep, while the decode worker waits for it."""
+    path = gemma_dir if family == "gemma3" else mistral_dir
+    first = await make_worker("first", **loaded(path))
+    moved = await make_worker("moved", near=False, **loaded(path))
+    for worker in (first, moved):
+        await worker.worker._node_table.refresh()
+    conversation = prompts(3 * WINDOW, salt=31)
+    await first.prefill(conversation)
+    longer = [*conversation, *prompts(4 * B, salt=32)]
+    result = await moved.prefill(longer, hint_nodes=("node-1",))
+    assert (result.reused_blocks, result.published_blocks) == (3 * WINDOW_BLOCKS, 0)
+    assert moved.worker.engine.pool.resident_blocks(moved.request(longer, cache=None).prompt) == 3 * WINDOW_BLOCKS
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+async def test_a_host_without_a_node_prefills_into_the_one_that_has_the_window(
+    family, store_node, make_worker, gemma_dir, mistral_dir, prompts
+):
+    """Fails if it is taken for a host whose own node lacks the prefix."""
+    path = gemma_dir if family == "gemma3" else mistral_dir
+    first = await make_worker("first", **loaded(path))
+    far = await make_worker("far", near=False, **loaded(path))
+    conversation = prompts(3 * WINDOW, salt=33)
+    await first.prefill(conversation)
+    longer = [*conversation, *prompts(4 * B, salt=34)]
+    result = await far.prefill(longer, hint_nodes=("node-1",))
+    assert (result.reused_blocks, result.published_blocks) == (3 * WINDOW_BLOCKS, 3 * WINDOW_BLOCKS + 4)
