@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from headrace.engine.model_digests import (
 )
 from headrace.engine.model_families import MIXTURE_OF_EXPERTS, check_family
 from headrace.engine.model_runner import ModelRunner
-from headrace.engine.numerics_probe import ROW_MULTIPLES, find_row_multiple, probe_numerics, probe_runner
+from headrace.engine.numerics_probe import ROW_MULTIPLES, find_exact_rows, probe_numerics, probe_runner
 from headrace.engine.packed_linear import pack_linears
 from headrace.engine.probe_shapes import probe_shapes, windows_line
 
@@ -139,7 +139,13 @@ def load_model(
     return LoadedModel(
         name=name,
         path=path,
-        runner=ModelRunner(model, kv, row_multiple=numerics.row_multiple, threads=threads),
+        runner=ModelRunner(
+            model,
+            kv,
+            row_multiple=numerics.row_multiple,
+            threads=threads,
+            small_threads_max=numerics.small_threads_max,
+        ),
         kv=kv,
         namespace=Namespace(
             model_id=name,
@@ -234,9 +240,11 @@ def _kv_layout(name: str, model: PreTrainedModel, shapes: ShapeProbe, engine: En
 
 @dataclass(frozen=True, slots=True)
 class _Numerics:
-    """What the self-tests found: how rows are padded, whether bits are then fixed, and the probe prompt's digest."""
+    """What the self-tests found: how rows are padded, on how many threads few of them are computed, whether bits are
+    then fixed, and the probe prompt's digest."""
 
     row_multiple: int
+    small_threads_max: int
     exact: bool
     digest: str
 
@@ -280,21 +288,40 @@ def _check_numerics(
     known = read_check(cache_dir, key)
     if known is not None and probe(known["row_multiple"]) == known["digest"]:
         found = _Numerics(**known)
-        if settings.exact and not found.exact:
-            report(f"{name}: {_why_not_exact(config, model)}; exact mode is off")
+        _report_numerics(found, settings, name=name, config=config, model=model, threads=threads, report=report)
         return found
     report(f"{name}: checking paged attention against the model's own, and that bits do not depend on the batch")
     compare_forward(name, path, config)
-    multiple = None
+    rows = None
     if settings.exact and config.model_type not in MIXTURE_OF_EXPERTS and model.device.type == "cpu":
-        multiple = find_row_multiple(model, layout, threads=threads)
-    if settings.exact and multiple is None:
-        report(f"{name}: {_why_not_exact(config, model)}; exact mode is off")
+        rows = find_exact_rows(model, layout, threads=threads)
     # Few rows cost no more than a padded four, on CPU; see packed_linear.py.
-    row_multiple = multiple or (ROW_MULTIPLES[0] if model.device.type == "cpu" else 1)
-    found = _Numerics(row_multiple=row_multiple, exact=multiple is not None, digest=probe(row_multiple))
-    write_check(cache_dir, key, {"row_multiple": found.row_multiple, "exact": found.exact, "digest": found.digest})
+    row_multiple = rows.row_multiple if rows else ROW_MULTIPLES[0] if model.device.type == "cpu" else 1
+    found = _Numerics(
+        row_multiple=row_multiple,
+        small_threads_max=rows.small_threads_max if rows else threads,
+        exact=rows is not None,
+        digest=probe(row_multiple),
+    )
+    _report_numerics(found, settings, name=name, config=config, model=model, threads=threads, report=report)
+    write_check(cache_dir, key, asdict(found))
     return found
+
+
+def _report_numerics(
+    found: _Numerics,
+    settings: ModelSettings,
+    *,
+    name: str,
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    threads: int,
+    report: Report,
+) -> None:
+    if settings.exact and not found.exact:
+        report(f"{name}: {_why_not_exact(config, model)}; exact mode is off")
+    if found.small_threads_max < threads:
+        report(f"{name}: on {threads} threads few rows get other bits than many; steps of few rows stay on one")
 
 
 def _why_not_exact(config: PretrainedConfig, model: PreTrainedModel) -> str:

@@ -39,16 +39,26 @@ class SequenceStep:
 class ModelRunner:
     """Runs a model over the pool. One thread at a time."""
 
-    def __init__(self, model: PreTrainedModel, kv: PoolKV, *, row_multiple: int, threads: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: PoolKV,
+        *,
+        row_multiple: int,
+        threads: int,
+        small_threads_max: int | None = None,
+    ) -> None:
         """row_multiple: rows of every linear layer's input are padded to a multiple of this (1: not at all).
 
         threads: for torch's operators while a step runs, in whichever thread that is; 0 leaves the process's setting.
+        small_threads_max: of steps of few rows; None for all.
         """
         assert row_multiple >= 1
         self.model = model
         self.kv = kv
         self.row_multiple = row_multiple
         self.threads = threads
+        self.small_threads_max = max(1, threads if small_threads_max is None else small_threads_max)
         self._scratch = Scratch()
         sizes = [
             module.in_features * module.out_features
@@ -56,7 +66,7 @@ class ModelRunner:
             if isinstance(module, nn.Linear | PackedLinear)
         ]
         self._linear_weights = median(sizes) if sizes else PARALLEL_WORK_MIN
-        self._choice = ThreadChoice(max(1, threads))
+        self._choice = ThreadChoice(self.small_threads_max)
 
     @torch.inference_mode()
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:

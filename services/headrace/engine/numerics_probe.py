@@ -7,6 +7,7 @@ numbers are right (`compare_forward.py` does).
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -40,17 +41,29 @@ def probe_runner(model: PreTrainedModel, layout: KvLayout, *, row_multiple: int,
     return ModelRunner(model, kv, row_multiple=row_multiple, threads=threads)
 
 
-def find_row_multiple(model: PreTrainedModel, layout: KvLayout, *, threads: int) -> int | None:
-    """The smallest row multiple under which no bit depends on chunking, batch or the number of threads of a small step;
-    None when none of them does it."""
+@dataclass(frozen=True, slots=True)
+class ExactRows:
+    """How a runner computes rows for their bits to be fixed: padded so, and on so many threads where a step has few."""
+
+    row_multiple: int
+    small_threads_max: int
+
+
+def find_exact_rows(model: PreTrainedModel, layout: KvLayout, *, threads: int) -> ExactRows | None:
+    """The smallest row multiple under which no bit depends on chunking, batch or the number of threads of a small step.
+
+    Where each of them leaves a bit that depends on the last, the smallest with which small steps stay on one thread;
+    None when bits differ there, too.
+    """
+    on_one = None
     for row_multiple in ROW_MULTIPLES:
         runner = probe_runner(model, layout, row_multiple=row_multiple, threads=threads)
-        if all(
-            _linears_agree(runner, count) and _products_agree(runner, count) and _runs_agree(runner, count)
-            for count in sorted({1, max(1, threads)})
-        ):
-            return row_multiple
-    return None
+        if not _all_agree(runner, 1):
+            continue
+        if threads <= 1 or _all_agree(runner, threads):
+            return ExactRows(row_multiple, max(1, threads))
+        on_one = on_one or ExactRows(row_multiple, 1)
+    return on_one
 
 
 def probe_numerics(runner: ModelRunner) -> str:
@@ -62,6 +75,10 @@ def probe_numerics(runner: ModelRunner) -> str:
     table = list(range(-(-len(prompt) // runner.kv.layout.block_tokens)))
     runner.run_step([SequenceStep(prompt, 0, table, 0)])
     return hashlib.sha256(runner.kv.bytes_in_order(table, len(prompt))).hexdigest()[:32]
+
+
+def _all_agree(runner: ModelRunner, threads: int) -> bool:
+    return _linears_agree(runner, threads) and _products_agree(runner, threads) and _runs_agree(runner, threads)
 
 
 def _runs_agree(runner: ModelRunner, threads: int) -> bool:

@@ -6,7 +6,8 @@ shows, and it changes from minute to minute: so from time to time some steps run
 those between two trials run as the last one says.
 
 This file owns those trials. It may follow the clock because no bit of a result depends on the number of threads, which
-`numerics_probe.py` looks at before exactness is claimed. It knows nothing of models, and asks nobody for the time.
+`numerics_probe.py` looks at before exactness is claimed: where one does, there is one thread to choose from. It knows
+nothing of models, and asks nobody for the time.
 """
 
 from dataclasses import dataclass, field

@@ -164,7 +164,13 @@ class _CodedPool:
         raw = model.runner
         self.table = range(len(_tables(model)[-1]))
         kv = PagedKV(layout, len(self.table), device=model.kv.device)
-        self.runner = ModelRunner(raw.model, kv, row_multiple=raw.row_multiple, threads=raw.threads)
+        self.runner = ModelRunner(
+            raw.model,
+            kv,
+            row_multiple=raw.row_multiple,
+            threads=raw.threads,
+            small_threads_max=raw.small_threads_max,
+        )
 
     def take_prefix(self, tokens: Sequence[int], raw_table: Sequence[int]) -> None:
         """Have the KV of these tokens: they are computed here."""

@@ -82,7 +82,13 @@ def _over(model: LoadedModel, kv: PoolKV) -> LoadedModel:
     return replace(
         model,
         kv=kv,
-        runner=ModelRunner(runner.model, kv, row_multiple=runner.row_multiple, threads=runner.threads),
+        runner=ModelRunner(
+            runner.model,
+            kv,
+            row_multiple=runner.row_multiple,
+            threads=runner.threads,
+            small_threads_max=runner.small_threads_max,
+        ),
     )
 
 

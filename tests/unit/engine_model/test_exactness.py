@@ -9,7 +9,7 @@ from headrace.core.block import KvLayout, payload_digest
 from headrace.engine.attention import ATTENTION_NAME, register_attention
 from headrace.engine.fused_layer import fuse_layers
 from headrace.engine.model_runner import ModelRunner, SequenceStep
-from headrace.engine.numerics_probe import find_row_multiple, probe_numerics, probe_runner
+from headrace.engine.numerics_probe import ExactRows, find_exact_rows, probe_numerics, probe_runner
 from headrace.engine.packed_linear import pack_linears
 from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes
@@ -203,7 +203,8 @@ def test_without_row_padding_the_same_check_finds_differences():
 
 def test_the_self_test_at_load_finds_a_row_multiple_for_good_numerics():
     model = make_exact_model(dtype=torch.bfloat16)
-    assert find_row_multiple(model, make_layout(model, 16), threads=1) in (4, 8, 16)
+    rows = find_exact_rows(model, make_layout(model, 16), threads=1)
+    assert rows in [ExactRows(multiple, 1) for multiple in (4, 8, 16)]
 
 
 def test_the_self_test_at_load_refuses_numerics_that_depend_on_the_batch():
@@ -215,7 +216,33 @@ def test_the_self_test_at_load_refuses_numerics_that_depend_on_the_batch():
             return torch.nn.functional.silu(rows) * (1 + 1e-6 * rows.shape[1])
 
     model.model.layers[0].mlp.act_fn = DependsOnRows()
-    assert find_row_multiple(model, make_layout(model, 16), threads=1) is None
+    assert find_exact_rows(model, make_layout(model, 16), threads=1) is None
+
+
+def test_the_self_test_at_load_keeps_small_steps_on_one_thread_where_bits_depend_on_threads():
+    """Fails when a library whose numbers differ between one and two threads costs exactness altogether."""
+    model = make_exact_model(dtype=torch.bfloat16, form="packed")
+
+    class DependsOnThreads(torch.nn.Module):
+        def forward(self, rows):
+            return torch.nn.functional.silu(rows) * (0.75 + 0.25 * torch.get_num_threads())
+
+    threads = torch.get_num_threads()
+    try:
+        model.model.layers[0].mlp.act_fn = DependsOnThreads()
+        rows = find_exact_rows(model, make_layout(model, 16), threads=2)
+    finally:
+        torch.set_num_threads(threads)
+    assert rows is not None
+    assert rows.small_threads_max == 1
+    runner = ModelRunner(
+        model,
+        PagedKV(make_layout(model, 16), 8),
+        row_multiple=rows.row_multiple,
+        threads=2,
+        small_threads_max=rows.small_threads_max,
+    )
+    assert {runner._choice.choose(num_rows) for num_rows in (1, 4, 64)} == {1}
 
 
 def test_the_probe_digest_names_the_numbers_and_not_the_block_size():
