@@ -22,6 +22,7 @@ from pathlib import Path
 
 import grpc
 import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
@@ -168,19 +169,9 @@ class Supervisor:
         try:
             admin = admin_pb2_grpc.CacheAdminStub(channel)
             self._wait_for("all members to register", give_up_at, lambda: members_missing(admin, cluster, metadata))
+            self._wait_for("gateways to know them", give_up_at, lambda: gateways_unready(channel, cluster.gateways))
             self._say("generating a first token")
-            request = inference_pb2.GenerateRequest(
-                text="Hello",
-                sampling=inference_pb2.Sampling(max_tokens=1),
-                cache=inference_pb2.CacheOptions(bypass=True, no_publish=True),
-            )
-            events = inference_pb2_grpc.InferenceStub(channel).Generate(
-                request, timeout=FIRST_GENERATE_TIMEOUT_S, metadata=metadata
-            )
-            if not any([event.HasField("done") for event in events]):  # noqa: C419 - read to the end, cancel nothing
-                raise StartFailed("the first generation ended without a result")
-        except grpc.RpcError as error:
-            raise StartFailed(f"the first generation failed: {error.code().name}: {error.details()}") from error
+            self._wait_for("a first token", give_up_at, lambda: first_token_missing(channel, metadata))
         finally:
             channel.close()
         self._say(f"ready: {self._state.http_url} (HTTP), {self._state.grpc_target} (gRPC)")
@@ -313,6 +304,40 @@ def members_missing(
         (len(status.gateways), wanted.gateways, "gateways"),
     )
     return ", ".join(f"{there} of {all_} {what}" for there, all_, what in counts if there < all_)
+
+
+def gateways_unready(channel: grpc.Channel, num_gateways: int) -> str:
+    """What one of the gateways says that cannot serve yet; "" when none does. Serve chooses whom it asks: so often that
+    hardly any gateway is passed over."""
+    health = health_pb2_grpc.HealthStub(channel)
+    try:
+        for _ in range(1 if num_gateways == 1 else 8 * num_gateways):
+            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
+            if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                return "one of them does not yet"
+    except grpc.RpcError as error:
+        return f"one of them answers {error.code().name}: {error.details()}"
+    return ""
+
+
+def first_token_missing(channel: grpc.Channel, metadata: tuple[tuple[str, str], ...]) -> str:
+    """Generate one token; why that cannot be done yet, "" when it was. Raises StartFailed when it never will be."""
+    request = inference_pb2.GenerateRequest(
+        text="Hello",
+        sampling=inference_pb2.Sampling(max_tokens=1),
+        cache=inference_pb2.CacheOptions(bypass=True, no_publish=True),
+    )
+    try:
+        events = inference_pb2_grpc.InferenceStub(channel).Generate(
+            request, timeout=FIRST_GENERATE_TIMEOUT_S, metadata=metadata
+        )
+        if not any([event.HasField("done") for event in events]):  # noqa: C419 - read to the end, cancel nothing
+            raise StartFailed("the first generation ended without a result")
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE:  # a worker or a gateway that has just gone, or just come
+            return str(error.details())
+        raise StartFailed(f"the first generation failed: {error.code().name}: {error.details()}") from error
+    return ""
 
 
 def last_error(message: str) -> str:

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from headrace.client.client import HeadraceClient
+from headrace.client.values import COLD, Sampling
 from headrace.config import Config, load_config
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace_cluster.local_instance import InstanceState
@@ -63,6 +64,17 @@ def when_known(call: Callable[[], Result]) -> Result:
             if time.monotonic() > give_up_at:
                 raise
             time.sleep(0.2)
+
+
+def wait_until_known(system: LocalSystem, *, workers: int) -> None:
+    """Until every gateway knows so many decode workers, and serves by each: Serve chooses the gateway that is asked, so
+    each worker is asked for often enough that hardly one is passed over."""
+    wait_until(lambda: len(system.worker_ids("decode")) == workers, within_s=60, what=f"{workers} decode workers")
+    one = Sampling(max_tokens=1)
+    for worker in system.worker_ids("decode"):
+        alone = replace(COLD, decode_worker=worker)
+        for _ in range(12):
+            when_known(lambda alone=alone: system.client.generate("Hello", sampling=one, cache=alone, timeout_s=60))
 
 
 def wait_until(holds: Callable[[], bool], *, within_s: float, what: str) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from local_system import BLOCK_TOKENS, LocalSystem, wait_until, when_known
+from local_system import BLOCK_TOKENS, LocalSystem, wait_until, wait_until_known, when_known
 from tiny_model import TEXT
 
 from headrace.client.values import COLD, CacheOptions, Sampling
@@ -173,6 +174,7 @@ def test_a_stopped_worker_is_given_up_after_a_bounded_wait(system: LocalSystem):
 
 def test_killing_a_decode_worker_costs_a_retry_and_no_more(system: LocalSystem):
     """Fails when a dead worker's calls wait for it, or Serve does not bring a new one."""
+    wait_until_known(system, workers=2)
     prompt, before = make_prompt("worker kill"), system.worker_ids("decode")
     cold = system.client.generate(prompt, sampling=SHORT)
     os.kill(system.worker_pid(cold.decode_worker), signal.SIGKILL)
@@ -197,6 +199,7 @@ def test_killing_a_decode_worker_costs_a_retry_and_no_more(system: LocalSystem):
 
 def test_killing_the_store_node_costs_hits_only_until_it_is_back(system: LocalSystem):
     """Fails when the actor is not restarted, or does not find the arena's blocks again."""
+    wait_until_known(system, workers=2)
     prompt, (worker, _) = make_prompt("store kill"), system.worker_ids("decode")
     memory = CacheOptions(sources=frozenset({CacheSource.SHARED_MEMORY}), decode_worker=worker)
     cold = system.client.generate(prompt, sampling=SHORT)
@@ -222,7 +225,17 @@ def test_killing_the_store_node_costs_hits_only_until_it_is_back(system: LocalSy
 def test_killing_the_index_costs_hits_only_until_it_is_filled_again(system: LocalSystem):
     """Fails when the supervisor does not start it again on its port, or its holders do not register anew."""
     prompt = make_prompt("index kill")
+    wait_until_known(system, workers=2)
     cold = system.client.generate(prompt, sampling=SHORT)
+    other = next(worker for worker in system.worker_ids("decode") if worker != cold.decode_worker)
+    memory = CacheOptions(sources=frozenset({CacheSource.SHARED_MEMORY}), decode_worker=other)
+
+    def hits(cache: CacheOptions) -> bool:
+        warm = when_known(lambda: system.client.generate(prompt, sampling=SHORT, cache=cache))
+        assert warm.token_ids == cold.token_ids
+        return warm.usage.cached.shared_memory >= 4 * BLOCK_TOKENS
+
+    wait_until(lambda: hits(memory), within_s=60, what="blocks in a store node that was killed in the test before")
     (valkey,) = [pid for pid, command in processes_of(system.state.instance_id).items() if "valkey-server" in command]
     os.kill(valkey, signal.SIGKILL)
     assert system.client.generate(prompt, sampling=SHORT, timeout_s=60).token_ids == cold.token_ids
@@ -232,11 +245,9 @@ def test_killing_the_index_costs_hits_only_until_it_is_filled_again(system: Loca
         return now.index_available and len(now.workers) == 3 and len(now.store_nodes) == 1
 
     wait_until(all_known_again, within_s=60, what="every member registered again")
-    other = next(worker for worker in system.worker_ids("decode") if worker != cold.decode_worker)
-    memory = CacheOptions(sources=frozenset({CacheSource.SHARED_MEMORY}), decode_worker=other)
-    warm = system.client.generate(prompt, sampling=SHORT, cache=memory)
-    assert warm.token_ids == cold.token_ids
-    assert warm.usage.cached.shared_memory >= 4 * BLOCK_TOKENS
+    # What a miss computes is not published: hits can only come from what the holders have registered anew.
+    silent = replace(memory, publish=False)
+    wait_until(lambda: hits(silent), within_s=60, what="hits by the index that is filled again, at either gateway")
 
 
 def test_down_leaves_no_process_no_port_and_no_file(system: LocalSystem):
