@@ -1,35 +1,27 @@
 """load_layered against real store nodes on virtual time: which parts are moved, where they go, and that a prefix counts
 only when all its wide parts and the near parts of its window are there, whatever is missing, broken or late."""
 
-import asyncio
 import random
 from dataclasses import replace
 
 import pytest
-from simulated_engine import LAYOUT, SimulatedKV, cold_kv, make_prompt
-from simulated_nodes import DirectStore, FaultRates, SimulatedNodes
+from simulated_engine import LAYOUT, SimulatedKV, cold_kv
+from simulated_nodes import FaultRates, SimulatedNodes
 from simulated_world import World
 from virtual_loop import run_virtual
+from windowed_loads import GRPC, PROMPT, SHARED_MEMORY, TOKENS, WINDOW, commit, follow_slow_prefill, leased, run_meddled
 
 from headrace.blocks.two_parts import TwoPartPool
-from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline
-from headrace.core.generation import ALL_SOURCES, HandOff, WorkerId
-from headrace.core.key_window import KeyWindow
+from headrace.core.generation import ALL_SOURCES, HandOff
 from headrace.core.limits import LOAD_PREFIX_TIMEOUT_MS
 from headrace.core.part_ids import PartIds
-from headrace.engine.event_stream import FilledBlock
 from headrace.transfer.load_layered import NearTable, load_layered
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan
-from headrace.transfer.publish_blocks import Producer, publish_blocks
 
 TWO_PARTS = replace(LAYOUT, num_layers=2, near_layers=1)
-TOKENS = list(range(80))  # twenty blocks
-PROMPT = make_prompt(TOKENS)
 WIDE = cold_kv(TOKENS)
 NEAR = [bytes(byte ^ 0x5A for byte in block) for block in WIDE]
-WINDOW = KeyWindow(11, LAYOUT.block_tokens)  # three blocks of a prefix, eight near parts that are held at once
-SHARED_MEMORY, GRPC = CacheSource.SHARED_MEMORY, CacheSource.GRPC
 PARTS = PartIds(32)
 
 
@@ -45,20 +37,8 @@ async def store_blocks(world: World, host: str, end: int, *, first: int = 0) -> 
     """Have blocks [first, end) of PROMPT committed on a host's node; those before are there."""
     pool = Pool(20)
     pool.wide.blocks[:20], pool.near.blocks[:20] = WIDE, NEAR
-    filled = [
-        FilledBlock(
-            i, PARTS.join(i, i), PROMPT.chain[i], PROMPT.parent_of(i), PROMPT.block_token_ids(i), PROMPT.namespace
-        )
-        for i in range(first, end)
-    ]
-    published = await publish_blocks(
-        filled,
-        sink=DirectStore(world.nodes[host], mapped=True, rates=FaultRates()),
-        pool=pool.both,
-        producer=Producer(WorkerId("maker"), TWO_PARTS, world.clock),
-        deadline=Deadline.after(5, world.clock),
-    )
-    assert published.num_blocks == end - first
+    block_ids = ((i, PARTS.join(i, i)) for i in range(first, end))
+    await commit(world, host, block_ids, pool=pool.both, layout=TWO_PARTS)
 
 
 class Load:
@@ -128,10 +108,6 @@ class Load:
         assert not set(self.own_near) & {PARTS.near_of(each) for each in table.block_ids[usable:]}, (
             "shared, and written"
         )
-
-
-def leased(world: World) -> int:
-    return sum(node.node.stat().leased_blocks for node in world.nodes.values() if node.node)
 
 
 @pytest.mark.parametrize("stored", [1, 2, 3, 4, 13, 19, 20])
@@ -219,16 +195,8 @@ def test_a_prefill_elsewhere_is_followed_by_wide_parts_and_at_its_end_by_whole_b
         world = World(clock)
         await store_blocks(world, "a", 6)
 
-        async def prefill() -> None:
-            for index in range(6, 20):
-                await asyncio.sleep(0.5)
-                await store_blocks(world, "a", index + 1, first=index)
-
         load = Load(world)
-        hand_off = HandOff(store_node="a", first_block=6, patience_ms=2_000)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(prefill())
-            loaded, _ = await load.run(hand_off=hand_off)
+        loaded = await follow_slow_prefill(load, store_blocks, range(6, 20), every_s=0.5, patience_ms=2_000)
         assert loaded.sources == (SHARED_MEMORY,) * 20
         assert (load.wide_writes, load.near_writes) == (20, 3)
 
@@ -252,15 +220,8 @@ def test_a_window_is_repaired_however_long_the_prefill_took_that_was_followed():
         world = World(clock)
         await store_blocks(world, "a", 6)
 
-        async def prefill() -> None:
-            for index in range(6, 18):
-                await asyncio.sleep(LOAD_PREFIX_TIMEOUT_MS / 1000 / 8)
-                await store_blocks(world, "a", index + 1, first=index)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(prefill())
-            hand_off = HandOff(store_node="a", first_block=6, patience_ms=5_000)
-            loaded, _ = await Load(world).run(hand_off=hand_off)
+        every_s = LOAD_PREFIX_TIMEOUT_MS / 1000 / 8
+        loaded = await follow_slow_prefill(Load(world), store_blocks, range(6, 18), every_s=every_s, patience_ms=5_000)
         assert loaded.num_blocks == 18
 
     run_virtual(main, seed=1)
@@ -270,30 +231,4 @@ def test_a_window_is_repaired_however_long_the_prefill_took_that_was_followed():
 def test_whatever_goes_wrong_what_counts_is_right(seed: int):
     """Crashes, lost calls, broken bytes, evictions and prefills that stop: `Load.check` holds."""
 
-    async def main(clock):
-        rng = random.Random(seed)
-        world = World(clock, seed=seed)
-        for host in ("a", "b"):
-            if end := rng.choice((0, 5, 12, 20)):
-                await store_blocks(world, host, end)
-        rates = FaultRates(lost=0.05, reply_lost=0.05, duplicated=0.1, stalled=0.02, delay_s=0.2)
-        load = Load(world, num_shared=rng.choice((0, 2, 9)), rates=rates)
-
-        async def meddle() -> None:
-            for _ in range(6):
-                await asyncio.sleep(rng.uniform(0, 0.6))
-                node = world.nodes[rng.choice("ab")]
-                if node.node is None:
-                    node.restart()
-                else:
-                    rng.choice((node.crash, node.flip_a_byte, node.flip_a_byte, node.evict_all))()
-
-        hand_off = HandOff(store_node="b", first_block=4, patience_ms=400) if rng.random() < 0.3 else None
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(meddle())
-            await load.run(hints=("b",), hand_off=hand_off)
-        for node in world.nodes.values():
-            if node.node is None:
-                node.restart()
-
-    run_virtual(main, seed=seed)
+    run_meddled(seed, store_blocks, Load)

@@ -1,51 +1,33 @@
 """load_window against real store nodes on virtual time: what is moved, where it goes, and that a prefix counts only
 when its whole window is there, whatever is missing, broken or late."""
 
-import asyncio
 import random
 from dataclasses import fields
 
 import pytest
-from simulated_engine import LAYOUT, SimulatedKV, cold_kv, make_prompt
-from simulated_nodes import DirectStore, FaultRates, SimulatedNodes
+from simulated_engine import LAYOUT, SimulatedKV, cold_kv
+from simulated_nodes import FaultRates, SimulatedNodes
 from simulated_world import World
 from virtual_loop import run_virtual
+from windowed_loads import GRPC, PROMPT, SHARED_MEMORY, TOKENS, WINDOW, commit, follow_slow_prefill, leased, run_meddled
 
 from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline
 from headrace.core.errors import StoreUnavailable
-from headrace.core.generation import ALL_SOURCES, HandOff, WorkerId
-from headrace.core.key_window import KeyWindow
+from headrace.core.generation import ALL_SOURCES, HandOff
 from headrace.core.learned_costs import PRIOR_PREFILL
 from headrace.core.transfer_budget import TransferBudget
-from headrace.engine.event_stream import FilledBlock
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan
 from headrace.transfer.load_window import WindowBudget, WindowTable, load_window
-from headrace.transfer.publish_blocks import Producer, publish_blocks
 
-TOKENS = list(range(80))  # twenty blocks
-PROMPT = make_prompt(TOKENS)
 KV = cold_kv(TOKENS)
-WINDOW = KeyWindow(11, LAYOUT.block_tokens)  # three blocks of a prefix, eight that are held at once
-SHARED_MEMORY, GRPC = CacheSource.SHARED_MEMORY, CacheSource.GRPC
 
 
 async def store_blocks(world: World, host: str, end: int, *, first: int = 0) -> None:
     """Have blocks [first, end) of PROMPT committed on a host's node; those before are there."""
     kv = SimulatedKV(20)
     kv.blocks = list(KV)
-    filled = [
-        FilledBlock(i, i, PROMPT.chain[i], PROMPT.parent_of(i), PROMPT.block_token_ids(i), PROMPT.namespace)
-        for i in range(first, end)
-    ]
-    published = await publish_blocks(
-        filled,
-        sink=DirectStore(world.nodes[host], mapped=True, rates=FaultRates()),
-        pool=kv,
-        producer=Producer(WorkerId("maker"), LAYOUT, world.clock),
-        deadline=Deadline.after(5, world.clock),
-    )
-    assert published.num_blocks == end - first
+    await commit(world, host, ((i, i) for i in range(first, end)), pool=kv, layout=LAYOUT)
 
 
 class Load:
@@ -94,10 +76,6 @@ class Load:
         assert set(table.block_ids) <= set(self.table)
         room = len(table.block_ids) - (usable - table.first_block)
         assert room >= min(20 - usable, 1), "no room to compute what comes next"
-
-
-def leased(world: World) -> int:
-    return sum(node.node.stat().leased_blocks for node in world.nodes.values() if node.node)
 
 
 @pytest.mark.parametrize("stored", [1, 2, 3, 4, 13, 19, 20])
@@ -189,16 +167,8 @@ def test_a_prefill_elsewhere_is_waited_for_and_only_its_last_window_is_moved():
         world = World(clock)
         await store_blocks(world, "a", 6)
 
-        async def prefill() -> None:
-            for index in range(6, 20):
-                await asyncio.sleep(0.5)
-                await store_blocks(world, "a", index + 1, first=index)
-
         load = Load(world)
-        hand_off = HandOff(store_node="a", first_block=6, patience_ms=2_000)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(prefill())
-            loaded, _ = await load.run(hand_off=hand_off)
+        loaded = await follow_slow_prefill(load, store_blocks, range(6, 20), every_s=0.5, patience_ms=2_000)
         assert loaded.sources == (SHARED_MEMORY,) * 20
         assert load.writes == 3
 
@@ -220,33 +190,7 @@ def test_a_prefill_that_ends_early_leaves_the_prefix_that_it_came_to():
 def test_whatever_goes_wrong_what_counts_is_right(seed: int):
     """Crashes, lost calls, broken bytes, evictions and prefills that stop: `Load.check` holds."""
 
-    async def main(clock):
-        rng = random.Random(seed)
-        world = World(clock, seed=seed)
-        for host in ("a", "b"):
-            if end := rng.choice((0, 5, 12, 20)):
-                await store_blocks(world, host, end)
-        rates = FaultRates(lost=0.05, reply_lost=0.05, duplicated=0.1, stalled=0.02, delay_s=0.2)
-        load = Load(world, num_shared=rng.choice((0, 2, 9)), rates=rates)
-
-        async def meddle() -> None:
-            for _ in range(6):
-                await asyncio.sleep(rng.uniform(0, 0.6))
-                node = world.nodes[rng.choice("ab")]
-                if node.node is None:
-                    node.restart()
-                else:
-                    rng.choice((node.crash, node.flip_a_byte, node.flip_a_byte, node.evict_all))()
-
-        hand_off = HandOff(store_node="b", first_block=4, patience_ms=400) if rng.random() < 0.3 else None
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(meddle())
-            await load.run(hints=("b",), hand_off=hand_off)
-        for node in world.nodes.values():
-            if node.node is None:
-                node.restart()
-
-    run_virtual(main, seed=seed)
+    run_meddled(seed, store_blocks, Load)
 
 
 def test_a_window_is_worth_what_its_whole_prefix_takes_to_compute():

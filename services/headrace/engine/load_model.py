@@ -6,7 +6,7 @@ This file owns the order of loading and what each refusal says. It knows nothing
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,7 @@ def load_model(
     if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max, near)) is not None:
         report(f"{name}: {windowed}")
     if model.device.type == "cpu":
-        weight_bytes = sum(weight.nbytes for weight in model.parameters())
-        fuse_layers(model)
-        pack_linears(model)
-        if weight_bytes >= HUGE_WEIGHT_BYTES:
-            collapse_pages()
+        _rearrange_weights(model)
     numerics = _check_numerics(
         settings,
         name=name,
@@ -129,23 +125,14 @@ def load_model(
     exact = numerics.exact and engine.store_codec == "raw"
     if lossy_codec(engine) is not None:
         report(f"{name}: {codec_line(settings, engine, path)}")
-    try:
-        num_blocks = engine.pool_tokens // engine.block_tokens
-        num_near = near.num_parts if near else 0
-        kv = make_kv(layout, num_blocks, windows=shapes.windows, num_near=num_near, device=model.device)
-    except (RuntimeError, MemoryError) as error:
-        wanted_mb = engine.pool_tokens * one_part.token_bytes >> 20
-        raise ConfigInvalid("pool_tokens", f"a pool of {wanted_mb} MiB cannot be had ({error}); choose less") from error
+    kv = _make_pool(layout, engine, windows=shapes.windows, num_near=near.num_parts if near else 0, device=model.device)
+    runner = ModelRunner(
+        model, kv, row_multiple=numerics.row_multiple, threads=threads, small_threads_max=numerics.small_threads_max
+    )
     return LoadedModel(
         name=name,
         path=path,
-        runner=ModelRunner(
-            model,
-            kv,
-            row_multiple=numerics.row_multiple,
-            threads=threads,
-            small_threads_max=numerics.small_threads_max,
-        ),
+        runner=runner,
         kv=kv,
         namespace=Namespace(
             model_id=name,
@@ -163,6 +150,28 @@ def load_model(
         window=window,
         exact=exact,
     )
+
+
+def _rearrange_weights(model: PreTrainedModel) -> None:
+    """In place: the order and the pages in which a CPU reads them fastest."""
+    weight_bytes = sum(weight.nbytes for weight in model.parameters())
+    fuse_layers(model)
+    pack_linears(model)
+    if weight_bytes >= HUGE_WEIGHT_BYTES:
+        collapse_pages()
+
+
+def _make_pool(
+    layout: KvLayout, engine: EngineSettings, *, windows: Mapping[int, int | None], num_near: int, device: torch.device
+) -> PoolKV:
+    """The pool's tensors. Raises ConfigInvalid where there is no memory for them."""
+    try:
+        return make_kv(
+            layout, engine.pool_tokens // engine.block_tokens, windows=windows, num_near=num_near, device=device
+        )
+    except (RuntimeError, MemoryError) as error:
+        wanted_mb = engine.pool_tokens * layout.token_bytes >> 20
+        raise ConfigInvalid("pool_tokens", f"a pool of {wanted_mb} MiB cannot be had ({error}); choose less") from error
 
 
 def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:

@@ -22,9 +22,9 @@ from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 
-from .conftest import BLOCK_TOKENS, VOCAB, HeldRunner, Reply, admit, generate, make_byte_tokenizer, make_prompt, meet
+from .conftest import BLOCK_TOKENS, VOCAB, HeldRunner, admit, generate, make_byte_tokenizer, make_prompt, meet
 from .test_engine import assert_equal, make_params, make_tokens
-from .test_windows import plain_greedy
+from .test_windows import ask_four_times_at_once, converse, plain_greedy
 
 MakeEngine = Callable[..., Engine]
 
@@ -211,23 +211,15 @@ async def test_where_near_parts_of_a_window_are_gone_the_prefix_is_shorter_and_n
 
 
 async def test_a_conversation_goes_on_where_it_was(make_mixed_engine: MakeEngine, mixed_dir: Path) -> None:
-    engine = make_mixed_engine(num_near=HELD_NEAR + 2)
-    conversation = make_tokens(PROMPT, seed=2)
-    for turn in range(3):
-        reply = await generate(engine, conversation, use_device=True)
-        assert reply.num_device_blocks == (0 if turn == 0 else (len(conversation) - 9) // BLOCK_TOKENS)
-        assert reply.token_ids == plain_greedy(mixed_dir, conversation, 12)
-        conversation = [*conversation, *reply.token_ids[:11], *make_tokens(9, seed=turn)]
+    await converse(make_mixed_engine(num_near=HELD_NEAR + 2), mixed_dir, make_tokens(PROMPT, seed=2))
 
 
 async def test_many_equal_prompts_at_once_are_computed_once_and_answered_alike(
     make_mixed_engine: MakeEngine, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:
     """Those who follow take the leader's blocks as they come, with near parts beyond those they were admitted with."""
-    engine = make_mixed_engine(chunk=16)
-    replies: list[Reply] = await asyncio.gather(*(generate(engine, prompts[1], use_device=True) for _ in range(4)))
-    assert [reply.token_ids for reply in replies] == [expected[1]] * 4
-    assert engine.steps.num_shared_blocks >= 2 * (len(prompts[1]) // BLOCK_TOKENS)
+    engine = make_mixed_engine(chunk=16, wrap=HeldRunner)
+    await ask_four_times_at_once(engine, prompts[1], expected[1])
     assert near_held(engine) == 0
 
 

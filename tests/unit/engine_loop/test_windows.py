@@ -90,6 +90,22 @@ def plain_greedy(model_dir: Path, prompt: list[int], count: int) -> tuple[int, .
     return tuple(tokens[len(prompt) :])
 
 
+async def converse(engine: Engine, model_dir: Path, conversation: list[int]) -> None:
+    """Three turns, each of which goes on where the one before ended, and is answered as by plain transformers."""
+    for turn in range(3):
+        reply = await generate(engine, conversation, use_device=True)
+        assert reply.num_device_blocks == (0 if turn == 0 else (len(conversation) - 9) // BLOCK_TOKENS)
+        assert reply.token_ids == plain_greedy(model_dir, conversation, 12)
+        conversation = [*conversation, *reply.token_ids[:11], *make_tokens(9, seed=turn)]
+
+
+async def ask_four_times_at_once(engine: Engine, prompt: list[int], want: tuple[int, ...]) -> None:
+    """Of an engine over a HeldRunner: the prompt is computed about once, and answered alike."""
+    replies: list[Reply] = await meet(engine, [generate(engine, prompt, use_device=True) for _ in range(4)])
+    assert [reply.token_ids for reply in replies] == [want] * 4
+    assert engine.steps.num_shared_blocks >= 2 * (len(prompt) // BLOCK_TOKENS)
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return [make_tokens(PROMPT + 3 * seed, seed=seed) for seed in range(4)]
@@ -200,23 +216,14 @@ async def test_a_conversation_in_a_pool_that_holds_no_whole_prefix_goes_on_where
     make_window_engine: MakeEngine, prompts: list[list[int]], window_model_dir: Path
 ) -> None:
     """Fails if a block can only be found while all before it are kept: a windowed sequence has given them back."""
-    engine = make_window_engine(usable_blocks=2 * HELD_BLOCKS)
-    conversation = prompts[2]
-    for turn in range(3):
-        reply = await generate(engine, conversation, use_device=True)
-        assert reply.num_device_blocks == (0 if turn == 0 else (len(conversation) - 9) // BLOCK_TOKENS)
-        assert reply.token_ids == plain_greedy(window_model_dir, conversation, 12)
-        conversation = [*conversation, *reply.token_ids[:11], *make_tokens(9, seed=turn)]
+    await converse(make_window_engine(usable_blocks=2 * HELD_BLOCKS), window_model_dir, prompts[2])
 
 
 async def test_many_equal_prompts_at_once_are_computed_once_and_answered_alike(
     make_window_engine: MakeEngine, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:
     """Those who follow take the leader's blocks as they come, beyond the table that they were admitted with."""
-    engine = make_window_engine(chunk=16, wrap=HeldRunner)
-    replies: list[Reply] = await meet(engine, [generate(engine, prompts[1], use_device=True) for _ in range(4)])
-    assert [reply.token_ids for reply in replies] == [expected[1]] * 4
-    assert engine.steps.num_shared_blocks >= 2 * (len(prompts[1]) // BLOCK_TOKENS)
+    await ask_four_times_at_once(make_window_engine(chunk=16, wrap=HeldRunner), prompts[1], expected[1])
 
 
 def test_a_model_with_one_layer_that_sees_everything_is_not_bounded(window_model: LoadedModel) -> None:
