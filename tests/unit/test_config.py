@@ -6,6 +6,7 @@ import pytest
 
 from headrace.config import Config, config_to_flat, load_config, settings_markdown, settings_table
 from headrace.core.errors import ConfigInvalid
+from headrace.core.telemetry_limits import METRICS_PORTS
 
 
 def test_flags_win_over_environment_over_file_over_default(tmp_path):
@@ -93,3 +94,11 @@ def test_tenants_need_the_hash_that_withstands_collisions():
     with pytest.raises(ConfigInvalid, match="must be sha256 with a tenants_file"):
         load_config({"tenants_file": "t.yaml"}, environ={})
     assert load_config({"tenants_file": "t.yaml", "hash_algorithm": "sha256"}, environ={}).gateway.tenants_file
+
+
+def test_metrics_ports_end_where_ports_end():
+    """Fails when a worker is told to listen where no port is."""
+    last = 65_535 - METRICS_PORTS
+    assert load_config(flags={"metrics_port": last}).store.metrics_port == last
+    with pytest.raises(ConfigInvalid, match=f"metrics_port.*must leave {METRICS_PORTS} ports"):
+        load_config(flags={"metrics_port": last + 1})
