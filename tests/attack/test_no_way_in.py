@@ -4,6 +4,11 @@ import ast
 from pathlib import Path
 
 import pytest
+from store_kit import make_header, make_prompt, payload_of
+
+from headrace.blocks.block_codec import encode_header
+from headrace.blocks.disk_tier import open_disk
+from headrace.blocks.host_arena import UNIT_BYTES, open_arena
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [p for folder in ("services", "cluster") for p in (ROOT / folder).rglob("*.py") if "/wire/v1/" not in str(p)]
@@ -21,7 +26,7 @@ FORBIDDEN_CALLS = {
 # Who starts processes: each with a list of words of its own or an operator's, never with a request's.
 STARTS_PROCESSES = {
     "services/headrace/bench/measure_fetch.py",
-    "services/headrace/bench/run_vllm.py",
+    "services/headrace/bench/vllm_peer.py",
     "services/headrace/engine/convert_gguf.py",
     "services/headrace/index/embedded_valkey.py",
     "services/headrace/verify/store_process.py",
@@ -69,3 +74,16 @@ def test_nothing_from_a_network_can_become_code_a_command_or_a_path(path):
         if called.rpartition(".")[2] in OPENING and called not in NO_FILES:
             serves = any(name.startswith(f"services/headrace/{folder}/") for folder in SERVING)
             assert not serves or name in OPENS_FILES, f"line {node.lineno}: {called}"
+
+
+def test_arenas_and_disk_tiers_are_readable_for_their_user_alone(tmp_path):
+    """Fails when keys and values, which tell prompts, can be read by whoever else is on the host."""
+    open_arena(tmp_path / "arena", 32 * UNIT_BYTES).close()
+    disk = open_disk(tmp_path / "disk", 1 << 20, segments=4)
+    header = make_header(make_prompt(1, 1), 0)
+    spelled, payload = encode_header(header), payload_of(header)
+    disk.write(disk.place(len(spelled), len(payload)), spelled, payload)
+    disk.close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 3
+    assert {path: oct(path.stat().st_mode & 0o077) for path in files} == dict.fromkeys(files, "0o0")

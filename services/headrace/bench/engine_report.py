@@ -82,7 +82,9 @@ class EngineReport:
         if any(row.no_cache_is_extrapolated for row in self.rows):
             said.append("~: batch times what one sequence takes, which was measured")
         if self.vllm:
-            said.append(f"vLLM {self.vllm} ran by itself before the others, with compiled graphs off")
+            said.append(
+                f"vLLM {self.vllm} ran in turn with the others, in a process of its own, with compiled graphs off"
+            )
         return said
 
     def _title(self) -> str:

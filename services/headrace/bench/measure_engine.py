@@ -6,7 +6,8 @@ with the choice of the likeliest token; scheduling, text and transport are not i
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -14,7 +15,7 @@ import torch
 
 from headrace.bench.engine_report import EngineReport, EngineRow
 from headrace.bench.plain_transformers import PlainTransformers
-from headrace.bench.run_vllm import VllmFigures, run_vllm
+from headrace.bench.vllm_peer import VLLM_NEW_TOKENS_MAX, VllmPeer, running_vllm
 from headrace.config import Config
 from headrace.core.block import HashAlgorithm
 from headrace.diagnose.diagnose_model import model_work
@@ -53,11 +54,15 @@ class _Work:
     theirs: Callable[[], float]
     ours_s: list[float] = field(default_factory=list)
     theirs_s: list[float] = field(default_factory=list)
+    vllm_s: list[float] = field(default_factory=list)
     took_s: float = 0.0
 
-    def run_once(self) -> None:
+    def run_once(self, vllm: VllmPeer | None) -> None:
+        """One trial of each, in turn."""
         started_s = time.perf_counter()
         self.ours_s.append(self.ours())
+        if vllm is not None:
+            self.vllm_s.append(vllm.trial(self.what, self.batch, self.context))
         self.theirs_s.append(self.theirs())
         self.took_s = time.perf_counter() - started_s
 
@@ -86,18 +91,15 @@ def measure_engine(config: Config, *, report: Report, extent: Extent = FULL, pee
     for context in (context for context in extent.contexts if context <= limit):
         _fill(model, context, max(extent.batches), chunk)
         works += [_decode(model, plain, batch, context, extent.steps) for batch in extent.batches]
-    vllm = VllmFigures("", {})
-    if peer_python:  # first, so that a peer that fails costs no measurement
-        wanted = [(work.what, work.batch, work.context) for work in works]
-        vllm = run_vllm(peer_python, model.path, wanted, dtype=model.kv.layout.dtype, threads=threads, report=report)
     context_to_again_s: dict[int, list[float]] = {}
-    for number in range(extent.rounds):
-        for work in works:
-            if number == 0 or work.took_s <= extent.round_s_max:
-                work.run_once()
-                report(_progress(work, number, extent.rounds))
-        for context in sorted({work.context for work in works if work.what == "decode"}):
-            context_to_again_s.setdefault(context, []).append(plain.recompute(context))
+    with _peer(peer_python, model, works, report) as vllm:
+        for number in range(extent.rounds):
+            for work in works:
+                if number == 0 or work.took_s <= extent.round_s_max:
+                    work.run_once(vllm)
+                    report(_progress(work, number, extent.rounds))
+            for context in sorted({work.context for work in works if work.what == "decode"}):
+                context_to_again_s.setdefault(context, []).append(plain.recompute(context))
     report("measuring how fast memory is read")
     read_bytes_per_s = max(_read_rates(device, threads))
     weight_bytes = model_work(model).step_bytes
@@ -106,11 +108,28 @@ def measure_engine(config: Config, *, report: Report, extent: Extent = FULL, pee
         dtype=model.kv.layout.dtype,
         threads=threads,
         exact=model.exact,
-        rows=tuple(_row(work, context_to_again_s, vllm) for work in works),
+        rows=tuple(_row(work, context_to_again_s) for work in works),
         weight_bytes=weight_bytes,
         read_bytes_per_s=read_bytes_per_s,
-        vllm=vllm.version,
+        vllm=vllm.version if vllm else "",
         seconds=time.perf_counter() - started_s,
+    )
+
+
+def _peer(
+    python: str, model: LoadedModel, works: Sequence[_Work], report: Report
+) -> AbstractContextManager[VllmPeer | None]:
+    """Loaded before anything is measured, so that a peer that fails costs no measurement. Empty: none."""
+    if not python:
+        return nullcontext()
+    report("vLLM: loading")
+    return running_vllm(
+        python,
+        model.path,
+        dtype=model.kv.layout.dtype,
+        threads=model.runner.threads,
+        tokens_max=max(work.context for work in works) + VLLM_NEW_TOKENS_MAX,
+        batch_max=max(work.batch for work in works),
     )
 
 
@@ -207,7 +226,7 @@ def _read_rates(device: torch.device, threads: int) -> Iterator[float]:
     torch.set_num_threads(previous)
 
 
-def _row(work: _Work, context_to_again_s: dict[int, list[float]], vllm: VllmFigures) -> EngineRow:
+def _row(work: _Work, context_to_again_s: dict[int, list[float]]) -> EngineRow:
     again_s = context_to_again_s.get(work.context) if work.what == "decode" else None
     return EngineRow(
         what=work.what,
@@ -217,6 +236,6 @@ def _row(work: _Work, context_to_again_s: dict[int, list[float]], vllm: VllmFigu
         transformers=work.figure(median(work.theirs_s)),
         no_cache=work.figure(median(again_s) * work.batch) if again_s else None,
         no_cache_is_extrapolated=again_s is not None and work.batch > 1,
-        vllm=vllm.figures.get((work.what, work.batch, work.context)),
+        vllm=work.figure(median(work.vllm_s)) if work.vllm_s else None,
         unit="tokens/s" if work.what == "prefill" else "ms/step",
     )

@@ -57,17 +57,24 @@ def test_every_kind_of_work_is_measured_beside_transformers_and_without_a_cache(
 def test_a_peer_is_asked_for_the_same_work_and_one_that_fails_says_with_which_words(config, tmp_path):
     """Fails when a peer's figures land in other rows, or its failure passes for a measurement."""
     peer = tmp_path / "python"
-    peer.write_text("#!/bin/sh\necho VERSION 1.2\necho 'FIGURE [\"decode\", 1, 30, 4.5]'\n", encoding="utf-8")
+    peer.write_text(
+        '#!/bin/sh\necho \'"1.2"\'\nwhile read asked; do echo "$asked" >> ' + f"{tmp_path}/asked; echo 0.0045; done\n",
+        encoding="utf-8",
+    )
     peer.chmod(peer.stat().st_mode | stat.S_IXUSR)
-    tiny = Extent((), (1,), (30,), steps=2, rounds=1, round_s_max=60.0)
+    tiny = Extent((), (1,), (30,), steps=2, rounds=2, round_s_max=60.0)
 
     report = measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(peer))
 
     assert [row.vllm for row in report.rows] == [4.5]
+    assert (tmp_path / "asked").read_text(encoding="utf-8").splitlines() == ['["decode", 1, 30]'] * 2
     assert report.vllm == "1.2"
     assert report.tables()[0][1][-2:] == ["vllm", "times"]
     with pytest.raises(InvalidRequest, match="did not run vLLM"):
         measure_engine(config, report=lambda _: None, extent=tiny, peer_python=os.devnull)
     peer.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 1\n", encoding="utf-8")
     with pytest.raises(InvalidRequest, match="no module named vllm"):
+        measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(peer))
+    peer.write_text("#!/bin/sh\necho '\"1.2\"'\nread asked\necho out of memory >&2\n", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="out of memory"):
         measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(peer))
