@@ -20,16 +20,18 @@ def plot_roofline(found: Diagnosis, path: Path) -> None:
     line = [lowest, limits.balance, highest]
     roof.plot(line, [min(limits.flops_per_s, x * limits.bytes_per_s) / 1e9 for x in line], color="black", label="limit")
     roof.axvline(limits.balance, color="grey", linestyle=":", linewidth=1)
-    styles = [("prefill", None, "s", "#a5563a")] + [
-        ("decode", context, marker, color)
-        for context, marker, color in zip(
+    # Points of different kinds lie close together: the numbers of each kind stand on another side of them.
+    styles = [("prefill", None, "s", "#a5563a", (-4, 8))] + [
+        ("decode", context, marker, color, place)
+        for context, marker, color, place in zip(
             sorted({row.tokens for row in found.steps if row.what == "decode"}),
             "o^",
             ("#3a6ea5", "#5aa55a"),
+            ((5, -12), (-14, 5)),
             strict=False,
         )
     ]
-    for what, context, marker, color in styles:
+    for what, context, marker, color, place in styles:
         rows = [row for row in found.steps if row.what == what and context in (None, row.tokens)]
         if not rows:
             continue
@@ -39,8 +41,9 @@ def plot_roofline(found: Diagnosis, path: Path) -> None:
         for row, height in zip(rows, reached, strict=True):
             number = row.tokens if what == "prefill" else row.batch
             roof.annotate(
-                str(number), (row.work.intensity, height), xytext=(4, -11), textcoords="offset points", fontsize=8
-            )
+                str(number), (row.work.intensity, height), xytext=place, textcoords="offset points",
+                fontsize=8, color=color,
+            )  # fmt: skip
     roof.set(
         xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s",
         title=f"Roofline: {limits.bytes_per_s / 1e9:.1f} GB/s, {limits.flops_per_s / 1e9:,.0f} GFLOP/s",
