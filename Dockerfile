@@ -71,7 +71,12 @@ COPY --from=packages-cpu /opt/headrace /opt/headrace
 USER 1000:1000
 
 FROM runtime AS cuda
+# torch compiles its kernels of attention when a worker starts, by Triton, which calls a C compiler.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=packages-cuda /opt/headrace /opt/headrace
+# Where the compiled kernels lie: not below a name that only a known user has.
 ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    TORCHINDUCTOR_CACHE_DIR=/home/headrace/.cache/torchinductor \
+    TRITON_CACHE_DIR=/home/headrace/.cache/triton
 USER 1000:1000

@@ -2,7 +2,8 @@
 
 Run it after a change of `helm/headrace/values.yaml` or of a setting: `python helm/generate_chart.py`. A test holds the
 files equal to what it would write. Templates are written by hand. With `--golden` it also renders the chart into
-`tests/golden/helm`; with `--release` it keeps that render under the chart's version, once for each release.
+`tests/golden/helm`; with `--release` it keeps that render under the chart's version, once for each release, for the
+test that compares later charts with it.
 """
 
 import json
@@ -34,7 +35,7 @@ CHART_SETTINGS = {
     "tls_cert_file": "from `tls.authoritySecret`",
     "tls_key_file": "from `tls.authoritySecret`",
     "tls_ca_file": "from `tls.authoritySecret`",
-    "tls_client_ca_file": "not offered: the kubelet shows no certificate when it probes",
+    "tls_client_ca_file": "from `tls.callersAuthoritySecret`, as an option of Serve's proxies",
     "insecure_network": "true unless there are TLS between pods and keys; then the network policies must be on",
     "tenants_file": "from `tenants`",
     "model_cache_dir": "in the pod's home, a volume of `model.cacheSize`",
@@ -55,6 +56,7 @@ AT_LEAST_ONE = (
     "settings.decode_workers",
     "settings.arena_mb",
     "tls.days",
+    "tls.rayDays",
     "podSecurity.runAsUser",
     "topologySpread.maxSkew",
     "probes.startupSeconds",
@@ -100,8 +102,6 @@ def schema_of(path: str, value: Any) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": False, "properties": properties}
     if isinstance(value, list):
         return {"type": "array"}
-    if path == "podDisruptionBudgets.maxUnavailable":
-        return {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]}
     schema: dict[str, Any] = {"type": JSON_TYPES[type(value)]}
     if path in CHOICES:
         schema["enum"] = CHOICES[path]
@@ -195,16 +195,30 @@ def render_golden(size: str) -> str:
     return "".join(part for part in parts if "kind:" in part)
 
 
+def write_renders(folder: Path) -> None:
+    """The golden sizes, each into its file."""
+    for size in GOLDEN_SIZES:
+        (folder / f"{size}.yaml").write_text(render_golden(size), encoding="utf-8")
+
+
+def keep_release(releases: Path) -> Path:
+    """Keep the render under the chart's version; the folder. FileExistsError for a version that was released already:
+    what people have installed does not change any more."""
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["version"]
+    folder = releases / str(version)
+    folder.mkdir(parents=True)
+    write_renders(folder)
+    return folder
+
+
 def main() -> None:
     """Write the generated files, and the renders that the command line asks for."""
     for file, content in generate_chart().items():
         file.write_text(content, encoding="utf-8")
-    version = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["version"]
-    folders = {"--golden": GOLDEN, "--release": GOLDEN / "releases" / version}
-    for folder in (folders[option] for option in sys.argv[1:]):
-        folder.mkdir(parents=True, exist_ok=True)
-        for size in GOLDEN_SIZES:
-            (folder / f"{size}.yaml").write_text(render_golden(size), encoding="utf-8")
+    if "--golden" in sys.argv:
+        write_renders(GOLDEN)
+    if "--release" in sys.argv:
+        print(keep_release(GOLDEN / "releases"))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,25 @@ true
 {{ ternary "head" "gateway" .Values.head.runsWork }}
 {{- end -}}
 
+{{/* Pods of a kind that are there always; with `most`, those that there may be. Call with dict root, component, most. */}}
+{{- define "headrace.podCount" -}}
+{{- $values := .root.Values -}}
+{{- $settings := $values.settings -}}
+{{- $prefill := int $settings.prefill_workers -}}
+{{- $decode := int $settings.decode_workers -}}
+{{- if .most -}}
+{{- $prefill = max $prefill (int $settings.prefill_workers_max) -}}
+{{- $decode = max $decode (int $settings.decode_workers_max) -}}
+{{- end -}}
+{{- $prefillPods := divf (float64 $prefill) $values.prefillPods.perPod | ceil | int -}}
+{{- $decodePods := divf (float64 $decode) $values.decodePods.perPod | ceil | int -}}
+{{- if eq .component "gateway" -}}{{ int $settings.gateways }}
+{{- else if eq .component "prefill" -}}{{ $prefillPods }}
+{{- else if and $values.workersTogether (gt (int $settings.prefill_workers) 0) -}}{{ max $prefillPods $decodePods }}
+{{- else -}}{{ $decodePods }}
+{{- end -}}
+{{- end -}}
+
 {{/* MiB of a quantity in Mi, Gi or Ti; 0 for one in other units, which is then not compared. */}}
 {{- define "headrace.mebibytes" -}}
 {{- $text := toString . -}}
@@ -107,6 +126,9 @@ true
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and (eq $redis.mode "external") $redis.external.cluster -}}
+{{- $scheme = printf "%s+cluster" $scheme -}}
+{{- end -}}
 {{- $query := ternary (printf "?%s" (join "&" $options)) "" (gt (len $options) 0) -}}
 {{- printf "%s://%s%s:%s/%s%d%s" $scheme $who (include "headrace.redisHost" .) (include "headrace.redisPort" .) $primary (int $redis.database) $query -}}
 {{- end -}}
@@ -124,6 +146,14 @@ keep strangers out. KV events know no TLS. */}}
 {{/* The name by which pods call the gateways' Service; its certificate has it. */}}
 {{- define "headrace.gatewayHost" -}}
 {{ include "headrace.fullname" . }}-gateway{{ if .Values.tls.callersSecret.name }}.{{ .Release.Namespace }}.svc{{ end }}
+{{- end -}}
+
+{{/* Options by which `headrace` commands in pods call the gateways. */}}
+{{- define "headrace.callOptions" -}}
+{{- $tls := .Values.tls -}}
+--address {{ include "headrace.gatewayHost" . }}:9000
+{{- if $tls.callersSecret.name }} --tls-ca-file /etc/headrace/callers/{{ $tls.callersSecret.authority }}{{ end }}
+{{- if $tls.callersAuthoritySecret.name }} --tls-cert-file /etc/headrace/callers-authority/tls.crt --tls-key-file /etc/headrace/callers-authority/tls.key{{ end }}
 {{- end -}}
 
 {{/* Port of the collector of traces. */}}
@@ -148,6 +178,17 @@ keep strangers out. KV events know no TLS. */}}
 {{- if and (eq .Values.redis.mode "external") $sentinel.primary .Values.redis.passwordSecret.name .Values.ray.gcsFaultTolerance (not $sentinel.withPassword) -}}
 {{- fail "redis.external.sentinel.withPassword must be true with ray.gcsFaultTolerance: Ray sends the password to Sentinels, which refuse it where they want none" -}}
 {{- end -}}
+{{- if and (eq .Values.redis.mode "external") .Values.redis.external.cluster -}}
+{{- if $sentinel.primary -}}
+{{- fail "redis.external.cluster and redis.external.sentinel.primary name two kinds of Redis; leave one out" -}}
+{{- end -}}
+{{- if .Values.ray.gcsFaultTolerance -}}
+{{- fail "ray.gcsFaultTolerance must be false with redis.external.cluster: Ray keeps its state in no Redis Cluster of several shards" -}}
+{{- end -}}
+{{- if ne (int .Values.redis.database) 0 -}}
+{{- fail "redis.database must be 0 with redis.external.cluster: a Redis Cluster has no other" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.tenants.secretName (ne (toString $s.hash_algorithm) "sha256") -}}
 {{- fail "settings.hash_algorithm must be sha256 with tenants.secretName: tenants might construct collisions" -}}
 {{- end -}}
@@ -156,6 +197,9 @@ keep strangers out. KV events know no TLS. */}}
 {{- end -}}
 {{- if and .Values.tenants.secretName .Values.monitoring.serviceMonitor.enabled (not .Values.monitoring.serviceMonitor.apiKeySecret) -}}
 {{- fail "monitoring.serviceMonitor.apiKeySecret is needed with tenants.secretName: /metrics is for admins" -}}
+{{- end -}}
+{{- if and .Values.tls.callersAuthoritySecret.name (not .Values.tls.callersSecret.name) -}}
+{{- fail "tls.callersSecret.name is needed with tls.callersAuthoritySecret: who asks for certificates shows one" -}}
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs is needed with httpRoute.enabled" -}}

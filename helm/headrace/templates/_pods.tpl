@@ -43,22 +43,24 @@
 - name: RAY_USE_TLS
   value: "1"
 - name: RAY_TLS_SERVER_CERT
-  value: /etc/headrace/tls/cert.pem
+  value: /etc/headrace/tls/ray/cert.pem
 - name: RAY_TLS_SERVER_KEY
-  value: /etc/headrace/tls/key.pem
+  value: /etc/headrace/tls/ray/key.pem
 - name: RAY_TLS_CA_CERT
-  value: /etc/headrace/tls/ca.pem
+  value: /etc/headrace/tls/ray/ca.pem
 {{- end -}}
 
-{{/* Makes the pod's certificate: it names the address by which others call the pod, which nobody knows before. Only this
-container reads the authority's private key. */}}
+{{/* Makes the pod's certificates, which name the address by which others call the pod; nobody knows it before. It runs as
+long as the pod and renews what Headrace's parts go by; Ray reads its own once. Only this container reads the
+authority's private key. */}}
 {{- define "headrace.certificateContainer" -}}
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
-{{- $service := printf "%s-gateway" (include "headrace.fullname" $root) -}}
-- name: certificate
+{{- $tls := $values.tls -}}
+- name: certificates
   image: {{ include "headrace.image" $root | quote }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
+  restartPolicy: Always
   securityContext:
     {{- include "headrace.containerSecurity" $root | nindent 4 }}
   env:
@@ -66,23 +68,45 @@ container reads the authority's private key. */}}
       valueFrom:
         fieldRef:
           fieldPath: status.podIP
+  workingDir: /etc/headrace/tls
   command:
     - /bin/sh
     - -c
     - |
-      set -e
       umask 077
-      made=$(mktemp -d)
-      cp /etc/headrace/authority/{{ $values.tls.authoritySecret.certificate }} "$made/ca.pem"
-      cp /etc/headrace/authority/{{ $values.tls.authoritySecret.privateKey }} "$made/ca.key"
-      headrace certs create "$made" --days {{ int $values.tls.days }} --host "$POD_IP" --host localhost --host 127.0.0.1 \
-        --host "*.{{ $root.Release.Namespace }}.svc" --host "*.{{ $root.Release.Namespace }}.svc.{{ $values.tls.clusterDomain }}"
-      cp "$made/ca.pem" "$made/cert.pem" "$made/key.pem" /etc/headrace/tls/
-      rm -r "$made"
+      trap 'exit 0' TERM
+      # A new set of files beside the old one, then a link that is turned to it: who reads gets one or the other, whole.
+      # The authority's key is a link, too, which leads nowhere in other containers.
+      renew() {
+        find . -maxdepth 1 -name "$1.*" ! -name "$(readlink "$1")" -exec rm -r {} + &&
+          test -r /etc/headrace/authority/{{ $tls.authoritySecret.privateKey }} &&
+          made=$(mktemp -d "$1.XXXXXXXX") &&
+          cp /etc/headrace/authority/{{ $tls.authoritySecret.certificate }} "$made/ca.pem" &&
+          ln -s /etc/headrace/authority/{{ $tls.authoritySecret.privateKey }} "$made/ca.key" &&
+          headrace certs create "$made" --days "$2" --host "$POD_IP" --host localhost --host 127.0.0.1 \
+            --host "*.{{ $root.Release.Namespace }}.svc" --host "*.{{ $root.Release.Namespace }}.svc.{{ $tls.clusterDomain }}" &&
+          ln -sfn "$made" "$1.link" && mv -T "$1.link" "$1"
+      }
+      [ -e ray/key.pem ] || renew ray {{ int $tls.rayDays }} || exit 1
+      renew parts {{ int $tls.days }} || [ -e parts/key.pem ] || exit 1
+      while true; do
+        sleep {{ mul (int $tls.days) 28800 }} & wait $!
+        until renew parts {{ int $tls.days }}; do
+          echo "no new certificate; the one that there is stays until it expires, and another is tried in 10 minutes" >&2
+          sleep 600 & wait $!
+        done
+      done
+  # The containers after it start when both sets are there.
+  startupProbe:
+    exec:
+      command: [test, -e, /etc/headrace/tls/parts/key.pem]
+    periodSeconds: 1
+    timeoutSeconds: {{ $values.probes.timeoutSeconds }}
+    failureThreshold: {{ max 1 (int $values.probes.startupSeconds) }}
   resources:
     requests:
-      cpu: 100m
-      memory: 128Mi
+      cpu: 10m
+      memory: 32Mi
     limits:
       memory: 256Mi
   volumeMounts:
@@ -91,8 +115,6 @@ container reads the authority's private key. */}}
       readOnly: true
     - name: tls
       mountPath: /etc/headrace/tls
-    - name: tmp
-      mountPath: /tmp
 {{- end -}}
 
 {{/* Environment that all Ray processes share. */}}
@@ -183,6 +205,9 @@ spec:
     - name: {{ . }}
     {{- end }}
   {{- end }}
+  {{- with $pods.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
   {{- with $pods.priorityClassName }}
   priorityClassName: {{ . }}
   {{- end }}
@@ -203,6 +228,8 @@ spec:
     - maxSkew: {{ $values.topologySpread.maxSkew }}
       topologyKey: {{ $values.topologySpread.topologyKey }}
       whenUnsatisfiable: {{ $values.topologySpread.whenUnsatisfiable }}
+      # Nodes whose taints the pods do not tolerate, such as gateways' those of GPU nodes, are no places that stay empty.
+      nodeTaintsPolicy: Honor
       labelSelector:
         matchLabels:
           {{- include "headrace.selector" $root | nindent 10 }}
@@ -255,7 +282,7 @@ spec:
               - -c
               - |
                 {{- if .withArena }}
-                timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$HOSTNAME" --address {{ include "headrace.gatewayHost" $root }}:9000{{ if $values.tls.callersSecret.name }} --tls-ca-file /etc/headrace/callers/{{ $values.tls.callersSecret.authority }}{{ end }} || true
+                timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$HOSTNAME" {{ include "headrace.callOptions" $root }} || true
                 {{- end }}
                 {{- if $isGateway }}
                 sleep {{ $values.drain.gatewaySeconds }}
@@ -285,6 +312,11 @@ spec:
         {{- if $values.tls.callersSecret.name }}
         - name: callers
           mountPath: /etc/headrace/callers
+          readOnly: true
+        {{- end }}
+        {{- if $values.tls.callersAuthoritySecret.name }}
+        - name: callers-authority
+          mountPath: /etc/headrace/callers-authority
           readOnly: true
         {{- end }}
         {{- if $values.tenants.secretName }}
@@ -348,6 +380,12 @@ spec:
         secretName: {{ $values.tls.callersSecret.name }}
         defaultMode: 288
     {{- end }}
+    {{- if $values.tls.callersAuthoritySecret.name }}
+    - name: callers-authority
+      secret:
+        secretName: {{ $values.tls.callersAuthoritySecret.name }}
+        defaultMode: 288
+    {{- end }}
     {{- if $values.tenants.secretName }}
     - name: tenants
       secret:
@@ -384,6 +422,7 @@ runAsNonRoot: true
 runAsUser: {{ .Values.podSecurity.runAsUser }}
 runAsGroup: {{ .Values.podSecurity.runAsGroup }}
 fsGroup: {{ .Values.podSecurity.fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
@@ -423,6 +462,15 @@ livenessProbe:
     port: 52365
   {{- include "headrace.probeTimes" $probes | nindent 2 }}
 readinessProbe:
+  {{- if and (eq .component "gateway") .root.Values.tls.callersAuthoritySecret.name }}
+  # The kubelet has no certificate to show.
+  exec:
+    command:
+      - headrace-healthcheck
+      - https://127.0.0.1:8000/ready
+      - /etc/headrace/callers-authority/tls.crt
+      - /etc/headrace/callers-authority/tls.key
+  {{- else }}
   httpGet:
     {{- if eq .component "head" }}
     path: /api/gcs_healthz
@@ -436,7 +484,11 @@ readinessProbe:
     {{- else }}
     path: /metrics
     port: {{ add (include "headrace.metricsPort" .root | int) 1 }}
+    {{- if .root.Values.tls.authoritySecret.name }}
+    scheme: HTTPS
     {{- end }}
+    {{- end }}
+  {{- end }}
   {{- include "headrace.probeTimes" $probes | nindent 2 }}
 {{- end -}}
 

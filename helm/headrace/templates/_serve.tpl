@@ -17,7 +17,7 @@
 {{- end -}}
 {{- $settings = set $settings "metrics_port" (include "headrace.metricsPort" . | int) -}}
 {{- if $values.tls.authoritySecret.name -}}
-{{- $settings = merge (dict "tls_cert_file" "/etc/headrace/tls/cert.pem" "tls_key_file" "/etc/headrace/tls/key.pem" "tls_ca_file" "/etc/headrace/tls/ca.pem") $settings -}}
+{{- $settings = merge (dict "tls_cert_file" "/etc/headrace/tls/parts/cert.pem" "tls_key_file" "/etc/headrace/tls/parts/key.pem" "tls_ca_file" "/etc/headrace/tls/parts/ca.pem") $settings -}}
 {{- end -}}
 {{- if include "headrace.insecure" . -}}
 {{- $settings = set $settings "insecure_network" true -}}
@@ -32,6 +32,11 @@ http_options:
   {{- if $values.tls.callersSecret.name }}
   ssl_certfile: /etc/headrace/callers/tls.crt
   ssl_keyfile: /etc/headrace/callers/tls.key
+  {{- with $values.tls.callersAuthoritySecret }}
+  {{- if .name }}
+  ssl_ca_certs: /etc/headrace/callers-authority/{{ .authority }}
+  {{- end }}
+  {{- end }}
   {{- end }}
 grpc_options:
   port: 9000

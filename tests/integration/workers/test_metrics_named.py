@@ -26,6 +26,7 @@ TARGET_LABELS = {
     "job",
     "endpoint",
     "app_kubernetes_io_component",
+    "app_kubernetes_io_instance",
 }
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? \S+$", re.MULTILINE)
 TYPED = re.compile(r"^# TYPE (\w+) ", re.MULTILINE)

@@ -77,6 +77,12 @@ SENTINEL: Values = {
         "external": {"host": "sentinel.example", "port": 26379, "sentinel": {"primary": "cache"}},
     }
 }
+REDIS_CLUSTER: Values = {
+    "redis": {"mode": "external", "external": {"host": "cluster.example", "cluster": True}},
+    "ray": {"gcsFaultTolerance": False},
+}
+# Callers must show a certificate.
+CALLERS_SHOW: Values = {"tls": {"callersAuthoritySecret": {"name": "headrace-clients"}}}
 LAPTOP: Values = {"head": {"runsWork": True}, "settings": {"gateways": 1}, "decodePods": {"gpusPerPod": 1}}
 TOGETHER: Values = {"workersTogether": True, "decodePods": {"gpusPerPod": 2}}
 
@@ -102,14 +108,14 @@ def merged(*layers: Values) -> Values:
     return copy.deepcopy(whole)
 
 
-def render_text(values: Values) -> dict[str, str]:
-    """Template -> text. Raises HelmError for values that the schema or the chart refuses."""
-    return loaded().render(values, name="demo", namespace="inference")
+def render_text(values: Values, name: str = "demo") -> dict[str, str]:
+    """Template -> text, for a release of this name. Raises HelmError for values that schema or chart refuse."""
+    return loaded().render(values, name=name, namespace="inference")
 
 
-def render(values: Values) -> list[Manifest]:
+def render(values: Values, name: str = "demo") -> list[Manifest]:
     """All objects of a release."""
-    texts = render_text(values)
+    texts = render_text(values, name)
     documents = [yaml.load_all(text, yaml.CSafeLoader) for name, text in sorted(texts.items()) if "NOTES" not in name]
     return [document for group in documents for document in group if document]
 

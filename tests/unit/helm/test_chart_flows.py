@@ -11,6 +11,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2
 from helm_python import HelmError
+from promql import parse
 from rendered_chart import (
     CHART,
     EVERYTHING,
@@ -151,6 +152,32 @@ def test_every_budget_selects_pods_of_its_kind(name: str):
 
 
 @each
+def test_a_budget_says_how_many_pods_stay_so_that_one_of_a_kind_may_go(name: str):
+    """In the only way that works for Ray's pods. With `maxUnavailable` Kubernetes asks the pods' owner how many there
+    should be, and where that cannot tell (it has no `scale` subresource) lets none go: no node could be drained."""
+    budgets = [m for m in rendered(name) if m["kind"] == "PodDisruptionBudget"]
+    cluster = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]
+    replicas = {group["groupName"]: group["replicas"] for group in cluster.get("workerGroupSpecs", [])}
+    for budget in budgets:
+        kind = budget["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert budget["spec"]["minAvailable"] == replicas[kind] - 1
+        assert "maxUnavailable" not in budget["spec"]
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_no_budget_asks_for_more_pods_than_there_are():
+    budgets = [m for m in render({"podDisruptionBudgets": {"maxUnavailable": 9}}) if m["kind"] == "PodDisruptionBudget"]
+    assert [budget["spec"]["minAvailable"] for budget in budgets] == [0, 0, 0]
+
+
+def test_with_workers_together_there_are_pods_for_the_kind_that_needs_more():
+    values = {"workersTogether": True, "settings": {"prefill_workers": 6, "decode_workers": 2, "decode_workers_max": 8}}
+    cluster = one(render(values), "RayService")["spec"]["rayClusterConfig"]
+    (both,) = (group for group in cluster["workerGroupSpecs"] if group["groupName"] == "both")
+    assert [both[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [6, 6, 8]
+
+
+@each
 def test_aliveness_asks_nobody_but_the_pods_own_ray(name: str):
     """Neither Redis nor the head's store nor a worker: their fault must not start this pod again."""
     for component, pod in ray_pods(rendered(name)).items():
@@ -199,7 +226,7 @@ def test_the_drain_before_the_end_is_a_command_that_exists():
 def test_the_drain_checks_the_gateways_certificate_where_there_is_one():
     (container,) = ray_pods(rendered("everything"))["decode"]["spec"]["containers"]
     script = container["lifecycle"]["preStop"]["exec"]["command"][-1]
-    asked = "--address demo-headrace-gateway.inference.svc:9000 --tls-ca-file /etc/headrace/callers/ca.crt"
+    asked = "--address demo-headrace-gateway.inference.svc:9000 --tls-ca-file /etc/headrace/callers/ca.crt ||"
     assert asked in script
     assert "/etc/headrace/callers" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
@@ -326,4 +353,9 @@ def test_alerts_ask_for_their_own_release_only():
     for alert in (alert for group in rule["spec"]["groups"] for alert in group["rules"]):
         assert 'namespace="inference"' in alert["expr"], alert["alert"]
         assert set(re.findall(r'service="([^"]*)"', alert["expr"])) <= {"demo-headrace-gateway"}
-        assert not re.search(r"SERVICE|NAMESPACE", alert["expr"])
+        assert set(re.findall(r'instance="([^"]*)"', alert["expr"])) <= {"demo"}
+        # Each selector says which release: by the Service that was scraped, or by the label that the PodMonitor adds.
+        named = parse(alert["expr"]).metrics.values()
+        assert all(labels & {"service", "app_kubernetes_io_instance"} for labels in named)
+        assert not re.search(r"SERVICE|NAMESPACE|RELEASE", alert["expr"])
+    assert "app.kubernetes.io/instance" in one(rendered("everything"), "PodMonitor")["spec"]["podTargetLabels"]

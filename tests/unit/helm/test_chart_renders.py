@@ -15,12 +15,14 @@ import yaml
 from helm_python import HelmError
 from ray.serve.schema import ServeDeploySchema
 from rendered_chart import (
+    CALLERS_SHOW,
     CHART,
     EVERYTHING,
     EXTERNAL_REDIS,
     GOLDEN,
     LAPTOP,
     REDIS_BY_SECRETS,
+    REDIS_CLUSTER,
     ROOT,
     SENTINEL,
     SIZES,
@@ -55,6 +57,8 @@ RENDERS: dict[str, Values] = {
     "everything-external": merged(EVERYTHING, EXTERNAL_REDIS),
     "everything-by-secrets": merged(EVERYTHING, REDIS_BY_SECRETS),
     "sentinel": SENTINEL,
+    "cluster": REDIS_CLUSTER,
+    "everything-callers-show": merged(EVERYTHING, CALLERS_SHOW),
     "everything-laptop": merged(EVERYTHING, LAPTOP),
     "everything-together": merged(EVERYTHING, TOGETHER),
 }
@@ -195,12 +199,14 @@ def test_containers_may_do_nothing_that_they_do_not_need(name: str):
         assert spec["securityContext"]["runAsUser"] > 0
         is_autoscaler = autoscaling and pod["metadata"]["labels"]["app.kubernetes.io/component"] == "head"
         assert spec["automountServiceAccountToken"] is is_autoscaler
-        for container in spec["containers"]:
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+            assert "memory" in container["resources"]["limits"]
     assert not {m["kind"] for m in manifests} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
 
 
@@ -258,6 +264,16 @@ def test_sentinels_are_named_in_the_url_and_let_through_with_the_servers_they_na
     assert [26379, 6379] in [[p["port"] for p in rule.get("ports", [])] for rule in policy["spec"]["egress"]]
 
 
+def test_a_redis_cluster_is_named_in_the_url_as_the_index_reads_it():
+    (container,) = ray_pods(rendered("cluster"))["decode"]["spec"]["containers"]
+    (url,) = (v["value"] for v in container["env"] if v["name"] == "HEADRACE_REDIS_URL")
+    assert url == "redis+cluster://:$(HEADRACE_REDIS_PASSWORD)@cluster.example:6379/0"
+    secure = render(merged(REDIS_CLUSTER, {"redis": {"external": {"tls": True}}}))
+    (container,) = ray_pods(secure)["decode"]["spec"]["containers"]
+    (url,) = (v["value"] for v in container["env"] if v["name"] == "HEADRACE_REDIS_URL")
+    assert url.startswith("rediss+cluster://")
+
+
 @each_render
 def test_ray_asks_for_its_token(name: str):
     cluster = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]
@@ -292,6 +308,10 @@ def test_ray_asks_for_its_token(name: str):
         ({"settings": {"insecure_network": True}}, "insecure_network"),
         (merged(SENTINEL, {"redis": {"external": {"sentinel": {"withPassword": False}}}}), "Ray sends the password"),
         ({"redis": {"external": {"username": "u", "usernameSecret": {"name": "s"}}}}, "two users"),
+        (merged(REDIS_CLUSTER, {"ray": {"gcsFaultTolerance": True}}), "several shards"),
+        (merged(REDIS_CLUSTER, {"redis": {"database": 1}}), "no other"),
+        (merged(REDIS_CLUSTER, {"redis": {"external": {"sentinel": {"primary": "cache"}}}}), "two kinds of Redis"),
+        ({"podDisruptionBudgets": {"maxUnavailable": "25%"}}, "maxUnavailable"),
     ],
 )
 def test_values_that_are_unknown_or_impossible_are_refused_by_name(values: Values, named: str):
@@ -363,6 +383,8 @@ def test_every_value_changes_the_render(path: str, default: Any):
         merged(EVERYTHING, TOGETHER),
         merged(EVERYTHING, REDIS_BY_SECRETS),
         SENTINEL,
+        REDIS_CLUSTER,
+        merged(EVERYTHING, CALLERS_SHOW),
         merged(SENTINEL, {"ray": {"gcsFaultTolerance": False}}),
     ):
         before = base_text(json.dumps(base))
@@ -418,6 +440,17 @@ def test_an_upgrade_from_an_earlier_release_changes_no_immutable_field(release: 
     after = immutable_fields(rendered(name))
     assert before
     assert {key: after.get(key, value) for key, value in before.items()} == before
+
+
+def test_a_release_is_kept_by_one_command_and_only_once(tmp_path: Path):
+    """Fails when what was released can be written over: then an upgrade from it is compared with something else."""
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["version"]
+    folder = generator().keep_release(tmp_path)
+    assert folder == tmp_path / version
+    for name in ("values", "values-minimal"):
+        assert (folder / f"{name}.yaml").read_text(encoding="utf-8") == generator().render_golden(name)
+    with pytest.raises(FileExistsError):
+        generator().keep_release(tmp_path)
 
 
 def test_a_changed_immutable_field_is_noticed():

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import yaml
-from rendered_chart import CHART, EVERYTHING, ROOT, Values, generator, merged, render
+from rendered_chart import CHART, EVERYTHING, ROOT, Manifest, Values, generator, merged, one, ray_pods, render
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 
@@ -33,13 +33,46 @@ def values_of(words: list[str]) -> Values:
     return values
 
 
+def installs() -> list[list[str]]:
+    return [words for words in commands("helm") if words[0] in ("install", "upgrade")]
+
+
+def release_of(words: list[str]) -> str:
+    return words[words.index("helm/headrace") - 1]
+
+
 def test_each_helm_command_renders_the_chart_that_it_names():
     """Fails for a value that was renamed, and for values that the chart refuses together."""
-    installs = [words for words in commands("helm") if words[0] in ("install", "upgrade")]
-    assert len(installs) == 2
-    for words in installs:
-        assert "helm/headrace" in words
-        assert render(values_of(words))
+    assert len(installs()) == 5
+    for words in installs():
+        assert render(values_of(words), release_of(words))
+
+
+def selectors_of(manifests: list[Manifest]) -> list[dict[str, Any]]:
+    """Labels by which objects of a release choose pods, or Services."""
+    found = [m["spec"]["selector"] for m in manifests if m["kind"] in ("Service", "StatefulSet", "PodDisruptionBudget")]
+    found += [m["spec"]["podSelector"] for m in manifests if m["kind"] == "NetworkPolicy"]
+    found += [m["spec"]["selector"] for m in manifests if m["kind"] in ("ServiceMonitor", "PodMonitor")]
+    return [selector.get("matchLabels", selector) for selector in found]
+
+
+def test_two_models_in_one_namespace_have_nothing_in_common():
+    """The page's two releases, and the same with all that is off by default: fails when they would write over each
+    other's objects, or the Service, a policy, a budget or a monitor of the one means pods of the other as well."""
+    chat, small = ((release_of(words), values_of(words)) for words in installs() if release_of(words) != "headrace")
+    for extra in ({}, EVERYTHING):
+        first, second = (render(merged(extra, values), name) for name, values in (chat, small))
+        names = [{(m["kind"], m["metadata"]["name"]) for m in manifests} for manifests in (first, second)]
+        assert names[0] & names[1] == set()
+        for ours, theirs in ((first, second), (second, first)):
+            pods = [pod["metadata"]["labels"] for pod in ray_pods(theirs).values()]
+            pods += [m["spec"]["template"]["metadata"]["labels"] for m in theirs if m["kind"] == "StatefulSet"]
+            pods += [m["metadata"]["labels"] for m in theirs if m["kind"] == "Service"]
+            for selector in selectors_of(ours):
+                assert not any(selector.items() <= labels.items() for labels in pods), selector
+        # Where each keeps its index.
+        urls = [one(m, "Service", "-redis")["metadata"]["name"] for m in (first, second)]
+        assert len(set(urls)) == 2
 
 
 def secrets_read(manifests: Any) -> Iterator[tuple[str, str]]:
@@ -68,6 +101,11 @@ def test_the_secrets_that_the_page_makes_have_the_keys_that_the_chart_reads():
     authority = values["tls"]["authoritySecret"]
     assert made["headrace-authority"] == {authority["certificate"], authority["privateKey"]}
     assert made["headrace-tenants"] == {values["tenants"]["key"]}
+    assert made["headrace-callers-authority"] == {
+        values["tls"]["callersAuthoritySecret"]["authority"],
+        "tls.crt",
+        "tls.key",
+    }
 
 
 def test_every_secret_that_a_value_names_is_in_the_pages_table():
