@@ -1,4 +1,5 @@
-"""A script: deploy the Serve config file on a Ray of its own, scale it under streams, and print what happened as JSON.
+"""A script: deploy the Serve config file on a Ray of its own, scale it under streams, deploy a second application
+beside it, and print what happened as JSON.
 
     python scale_on_ray.py REDIS_URL MODEL_DIRECTORY
 
@@ -18,14 +19,17 @@ from typing import Any
 
 import ray
 import yaml
+from click.testing import CliRunner
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 import headrace_cluster
+from headrace.admin.cli import main as headrace
 from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, CacheOptions, Sampling
 from headrace.core.errors import HeadraceError
+from headrace.wire.v1 import inference_pb2
 from headrace_cluster.local_instance import INSTANCE_VARIABLE, processes_of
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS
@@ -34,6 +38,8 @@ from headrace_cluster.supervisor import free_port
 
 CONFIG = yaml.safe_load((Path(headrace_cluster.__file__).parent / "serve_config.yaml").read_text(encoding="utf-8"))
 WORKER_TITLE = "ray::ServeReplica:headrace:DecodeWorker"
+OTHER = "other"
+VARIABLE = "HEADRACE_APPLICATION"
 STREAMS = 4
 GRACE_S = 120  # streams end before
 TOKENS = Sampling(max_tokens=400, ignore_eos=True)
@@ -47,7 +53,8 @@ class Deployed:
         tiny = {"dtype": "float32", "torch_threads": 1, "pool_tokens": 4_096, "block_tokens": 16, "arena_mb": 16}
         (app,) = CONFIG["applications"]
         self._app = app | {"args": app["args"] | settings | tiny}
-        self.client = HeadraceClient(f"127.0.0.1:{grpc_port}")
+        self.address = f"127.0.0.1:{grpc_port}"
+        self.client = HeadraceClient(self.address)
 
     def scale(self, workers: int) -> None:
         """As `serve deploy` of the file with this section does."""
@@ -129,6 +136,28 @@ def scale_in(deployed: Deployed, pool: ThreadPoolExecutor) -> dict[str, Any]:
     return {"streams": tokens, "answers_after": len(after.token_ids)}
 
 
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class OtherModel:
+    """An application that answers as another Headrace would to one question."""
+
+    async def ListModels(self, request: Any) -> Any:
+        return inference_pb2.ListModelsReply(models=[inference_pb2.Model(id="another-model", context_tokens_max=64)])
+
+
+def beside_another(deployed: Deployed) -> dict[str, Any]:
+    """A second application behind the same proxies: whom `headrace models` reaches."""
+    serve.run(OtherModel.bind(), name=OTHER, route_prefix=f"/{OTHER}")
+
+    def models(application: str) -> Any:
+        asked = ["models", "--address", deployed.address, "--json"]
+        done = CliRunner().invoke(headrace, asked, env={VARIABLE: application})
+        told = json.loads(done.stdout)
+        return told["error"]["message"] if done.exit_code else [model["id"] for model in told["models"]]
+
+    wait_until(lambda: isinstance(models(OTHER), list), "the second application behind the proxy")
+    return {"of_the_file": models(APP_NAME), "second": models(OTHER), "unnamed": models(""), "unknown": models("third")}
+
+
 def main(redis_url: str, model: str) -> None:
     grpc_port = free_port("127.0.0.1")
     os.environ[CALLBACK_VARIABLE] = CALLBACK
@@ -151,6 +180,7 @@ def main(redis_url: str, model: str) -> None:
                 happened = {
                     "while_starting": scale_with_one_starting(deployed, pool),
                     "scale_in": scale_in(deployed, pool),
+                    "beside_another": beside_another(deployed),
                 }
             deployed.client.close()
         finally:

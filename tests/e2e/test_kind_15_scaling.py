@@ -52,3 +52,13 @@ def test_of_three_workers_the_one_that_still_starts_goes(happened: dict):
 def test_a_worker_that_is_scaled_in_loses_none_of_its_streams(happened: dict):
     """Fails when a worker ends with its streams under way, or calls go on to one that is ending."""
     assert happened["scale_in"] == {"streams": [TOKENS] * 4, "answers_after": 4}
+
+
+def test_of_two_applications_behind_a_proxy_commands_reach_the_one_that_is_named(happened: dict, tiny_model: Path):
+    """Fails when a command reaches the other model's application, or none without saying what to name."""
+    reached = happened["beside_another"]
+    assert reached["of_the_file"] == [tiny_model.name]
+    assert reached["second"] == ["another-model"]
+    for told in (reached["unnamed"], reached["unknown"]):
+        assert "none of its applications" in told
+        assert "`--application`" in told

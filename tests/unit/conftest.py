@@ -54,6 +54,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     hang_after_tokens: int | None = None
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)  # of each call, in order
+    applications: list[str | None] = field(default_factory=list)  # likewise
     questions: list[admin_pb2.WhyMissRequest] = field(default_factory=list)  # in order
     evictions: list[admin_pb2.EvictRequest] = field(default_factory=list)  # in order
     route: admin_pb2.ExplainRouteReply | None = None  # what is told of any request
@@ -366,19 +367,21 @@ async def _refuse(context: grpc.aio.ServicerContext, error: HeadraceError) -> No
     await context.abort(status_of(error).grpc_code, message_of(error), trailing_metadata(error))
 
 
-class RecordAuthorization(grpc.aio.ServerInterceptor):
-    """Remembers what each call says of who it is."""
+class RecordMetadata(grpc.aio.ServerInterceptor):
+    """Remembers what each call says of who it is and of which application it means."""
 
     def __init__(self, gateway: SmallGateway) -> None:
         self._gateway = gateway
 
     async def intercept_service(self, continuation, details):
-        self._gateway.authorizations.append(dict(details.invocation_metadata).get("authorization"))
+        told = dict(details.invocation_metadata)
+        self._gateway.authorizations.append(told.get("authorization"))
+        self._gateway.applications.append(told.get("application"))
         return await continuation(details)
 
 
 async def _serve(gateway: SmallGateway, started: threading.Event, stop: asyncio.Event) -> None:
-    server = grpc.aio.server(interceptors=[RecordAuthorization(gateway)])
+    server = grpc.aio.server(interceptors=[RecordMetadata(gateway)])
     inference_pb2_grpc.add_InferenceServicer_to_server(gateway, server)
     admin_pb2_grpc.add_CacheAdminServicer_to_server(gateway, server)
     gateway.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

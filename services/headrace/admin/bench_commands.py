@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from headrace.admin.connection import API_KEY_META, TLS_META, address_option
+from headrace.admin.connection import access_of, address_option
 from headrace.admin.selection import Duration
 from headrace.admin.setting_flags import setting_options
 from headrace.admin.system_commands import load_function
@@ -201,8 +201,7 @@ def serve(
             url=url,
             chat=chat,
             model=model,
-            api_key=context.meta.get(API_KEY_META, ""),
-            tls=context.meta.get(TLS_META, {}),
+            access=access_of(context),
             cache=cache_use(reads=not bypass, publishes=not bypass),
         ),
         workload(

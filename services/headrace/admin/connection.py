@@ -1,22 +1,22 @@
 """Which gateway a command talks to: `--address`, HEADRACE_ADDRESS, the local system's own, or the default port; who it
-says it is: `--api-key` or HEADRACE_API_KEY, which nothing here prints; and the files of TLS, under their settings'
-names: `--tls-ca-file`, HEADRACE_TLS_CA_FILE, or what the local system says of itself."""
+says it is: `--api-key` or HEADRACE_API_KEY, which nothing here prints; which of several applications behind one Serve
+proxy it means: `--application` or HEADRACE_APPLICATION; and the files of TLS, under their settings' names:
+`--tls-ca-file`, HEADRACE_TLS_CA_FILE, or what the local system says of itself."""
 
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
-from headrace.client import HeadraceClient
+from headrace.client import Access, HeadraceClient
 from headrace.config import load_config
 
 ADDRESS_VARIABLE = "HEADRACE_ADDRESS"
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
-API_KEY_META = "headrace.api_key"
-TLS_META = "headrace.tls"
+ACCESS_META = "headrace.access"
 TLS_SETTINGS = {
     "tls_ca_file": "Authorities (PEM) of which the gateway's certificate must be; this makes it TLS.",
     "tls_cert_file": "Certificate (PEM) to show to a gateway that asks for one.",
@@ -25,15 +25,15 @@ TLS_SETTINGS = {
 
 
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--address`, which the command gets resolved, and `--api-key` and the files of TLS, which `connect` finds by
-    itself."""
+    """Add `--address`, which the command gets resolved, and what else a client takes (`Access`), which `connect` finds
+    by itself."""
     for name, text in reversed(TLS_SETTINGS.items()):
         command = click.option(
             f"--{name.replace('_', '-')}",
             name,
             envvar=f"HEADRACE_{name.upper()}",
             expose_value=False,
-            callback=_remember_tls,
+            callback=_remember,
             metavar="FILE",
             help=text,
         )(command)
@@ -41,9 +41,17 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--api-key",
         envvar=API_KEY_VARIABLE,
         expose_value=False,
-        callback=_remember_api_key,
+        callback=_remember,
         metavar="KEY",
         help=f"API key, where there are tenants. Better set {API_KEY_VARIABLE}: other users see a command line.",
+    )(command)
+    command = click.option(
+        "--application",
+        envvar="HEADRACE_APPLICATION",
+        expose_value=False,
+        callback=_remember,
+        metavar="NAME",
+        help="Application of Ray Serve that is meant, where its proxy serves several.",
     )(command)
     return click.option(
         "--address",
@@ -54,13 +62,10 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def _remember_api_key(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-    ctx.meta[API_KEY_META] = (value or "").strip()
-
-
-def _remember_tls(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    if value:
-        ctx.meta.setdefault(TLS_META, {})[parameter.name] = value
+def _remember(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    given = (value or "").strip()
+    if given:
+        ctx.meta.setdefault(ACCESS_META, {})[parameter.name] = given
 
 
 def _resolve_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
@@ -71,7 +76,7 @@ def _resolve_address(ctx: click.Context, _: click.Parameter, value: str | None) 
     state = _ready_state(state_directory(config.cluster.state_dir))
     for name in TLS_SETTINGS:
         if state.get(name):
-            ctx.meta.setdefault(TLS_META, {}).setdefault(name, str(state[name]))
+            ctx.meta.setdefault(ACCESS_META, {}).setdefault(name, str(state[name]))
     return str(state.get("grpc_target") or "") or f"127.0.0.1:{config.gateway.grpc_port}"
 
 
@@ -90,8 +95,12 @@ def _ready_state(directory: Path) -> dict[str, Any]:
 
 
 def connect(address: str) -> HeadraceClient:
-    """A client of that gateway, with the command's API key and TLS; use it as a context manager."""
+    """A client of that gateway, with the command's access to it; use it as a context manager."""
     # gRPC's own lines about a handshake that failed would only be in the way of the error that says it better.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    meta = click.get_current_context().meta
-    return HeadraceClient(address, api_key=meta.get(API_KEY_META, ""), **meta.get(TLS_META, {}))
+    return HeadraceClient(address, **access_of(click.get_current_context()))
+
+
+def access_of(context: click.Context) -> Access:
+    """API key, application and files of TLS that the command was given."""
+    return cast(Access, context.meta.get(ACCESS_META, {}))

@@ -6,7 +6,7 @@ Owns what a workload is called and how it is made to fit the model. Starts and s
 import asyncio
 import math
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from headrace.bench.planned_requests import (
 from headrace.bench.serving_report import LoadReport
 from headrace.bench.serving_tally import LoadTally, Slo
 from headrace.bench.serving_targets import ANY_USE, CacheUse, GrpcTarget, HttpTarget, LoadTarget
-from headrace.client import AsyncHeadraceClient, ServedModel
+from headrace.client import Access, AsyncHeadraceClient, ServedModel
 from headrace.core.clock import Deadline, SystemClock
 from headrace.simulate import generate_trace as made
 from headrace.simulate.read_trace import Trace, read_trace
@@ -72,8 +72,7 @@ class ServingEndpoint:
     url: str = ""
     chat: bool = False  # over HTTP: chat completions instead of completions
     model: str = ""  # "": the only one
-    api_key: str = ""
-    tls: Mapping[str, str] = field(default_factory=dict)  # `tls_ca_file` and the others, as a client takes them
+    access: Access = field(default_factory=Access)  # over HTTP: the API key of it
     cache: CacheUse = ANY_USE
 
     @property
@@ -157,13 +156,11 @@ async def opened(endpoint: ServingEndpoint) -> AsyncIterator[tuple[LoadTarget, S
     if endpoint.url:
         server = HttpServer.of(endpoint.url)
         async with deadline.scope("list the models"):
-            model = await HttpTarget.find_model(server, endpoint.model, api_key=endpoint.api_key)
-        yield (
-            HttpTarget(server, model.id, chat=endpoint.chat, api_key=endpoint.api_key, cache=endpoint.cache),
-            model,
-        )
+            api_key = endpoint.access.get("api_key", "")
+            model = await HttpTarget.find_model(server, endpoint.model, api_key=api_key)
+        yield HttpTarget(server, model.id, chat=endpoint.chat, api_key=api_key, cache=endpoint.cache), model
         return
-    async with AsyncHeadraceClient(endpoint.grpc_address, api_key=endpoint.api_key, **endpoint.tls) as client:
+    async with AsyncHeadraceClient(endpoint.grpc_address, **endpoint.access) as client:
         async with deadline.scope("list the models"):
             model = await GrpcTarget.find_model(client, endpoint.model)
         yield GrpcTarget(client, model.id, cache=endpoint.cache), model

@@ -23,8 +23,9 @@ from headrace.client.admin_values import (
 )
 from headrace.client.async_client import AsyncGenerateStream, AsyncHeadraceClient
 from headrace.client.client import GenerateStream, HeadraceClient
-from headrace.client.errors import GatewayUnreachable, TlsFailed
+from headrace.client.errors import ApplicationUnknown, GatewayUnreachable, TlsFailed
 from headrace.client.placement_values import RouteExplanation, RouteOutcome, RoutePlan
+from headrace.client.prepare_call import Access
 from headrace.client.values import (
     COLD,
     Accepted,
@@ -43,6 +44,8 @@ from headrace.core.retention import Retention
 
 __all__ = [
     "Accepted",
+    "Access",
+    "ApplicationUnknown",
     "AsyncGenerateStream",
     "AsyncHeadraceClient",
     "BlockEntry",

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
@@ -26,7 +26,7 @@ from headrace.client.admin_values import (
 from headrace.client.errors import error_from_rpc
 from headrace.client.placement_messages import route_explanation_from_message
 from headrace.client.placement_values import RouteExplanation
-from headrace.client.prepare_call import CHANNEL_OPTIONS, Target, call_metadata, prepare_call, tls_to_use
+from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, Target, prepare_call, target_of
 from headrace.client.values import (
     ANY_CACHE,
     ANY_SAMPLING,
@@ -96,26 +96,15 @@ class AsyncGenerateStream:
 class AsyncHeadraceClient:
     """As HeadraceClient, for asyncio. Belongs to the event loop that it was made in."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        api_key: str = "",
-        tls_ca_file: str = "",
-        tls_cert_file: str = "",
-        tls_key_file: str = "",
-    ) -> None:
-        """address: `host:port`. api_key: who calls, where the deployment has tenants; goes with every call.
+    def __init__(self, address: str, **access: Unpack[Access]) -> None:
+        """address: `host:port`. access: API key, application and files of TLS, as `Access` says.
 
-        tls_ca_file: authorities (PEM) of which the gateway's certificate must be. tls_cert_file, tls_key_file:
-        what this side shows where the gateway wants a certificate. Plain text without any; the files are read again as
-        they change. Connects on first use. Raises InvalidRequest for what cannot be a key, ConfigInvalid for a file
-        that cannot be used."""
+        Connects on first use. Raises InvalidRequest for what cannot be a key or a name, ConfigInvalid for a file that
+        cannot be used."""
         self.address = address
-        self._metadata = call_metadata(api_key)
-        self._target, tls = tls_to_use(address, ca_file=tls_ca_file, cert_file=tls_cert_file, key_file=tls_key_file)
+        self._target = target_of(address, **access)
         with messages.refusing_unencodable():
-            self._channel = open_channel(address, tls=tls, options=CHANNEL_OPTIONS)
+            self._channel = open_channel(address, tls=self._target.tls, options=CHANNEL_OPTIONS)
         self._inference = InferenceStub(self._channel)
         self._admin = CacheAdminStub(self._channel)
 
@@ -141,7 +130,7 @@ class AsyncHeadraceClient:
             priority=priority,
         )
         started_s = time.monotonic()
-        events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
+        events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._target.metadata)
         return AsyncGenerateStream(events, target=self._target, started_s=started_s)
 
     async def generate(
@@ -263,7 +252,7 @@ class AsyncHeadraceClient:
     ) -> AsyncIterator[DrainProgress]:
         """As HeadraceClient.drain_node."""
         asked = admin_messages.drain_message(holder, undo=undo, without_moving=without_moving)
-        call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
+        call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._target.metadata)
         try:
             async for message in call:
                 yield admin_messages.drain_progress_from_message(message)
@@ -274,7 +263,7 @@ class AsyncHeadraceClient:
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
         try:
-            return await method(request, timeout=ADMIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
+            return await method(request, timeout=ADMIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._target.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, target=self._target) from error
 

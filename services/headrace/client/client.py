@@ -15,7 +15,7 @@ It knows neither HTTP, Ray nor how the gateway chooses.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -36,7 +36,7 @@ from headrace.client.admin_values import (
 from headrace.client.errors import error_from_rpc
 from headrace.client.placement_messages import route_explanation_from_message
 from headrace.client.placement_values import RouteExplanation
-from headrace.client.prepare_call import CHANNEL_OPTIONS, Target, call_metadata, prepare_call, tls_to_use
+from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, Target, prepare_call, target_of
 from headrace.client.values import (
     ANY_CACHE,
     ANY_SAMPLING,
@@ -101,26 +101,15 @@ class GenerateStream:
 class HeadraceClient:
     """Blocking client of one gateway. Safe to use from several threads. Close it, or use it as a context manager."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        api_key: str = "",
-        tls_ca_file: str = "",
-        tls_cert_file: str = "",
-        tls_key_file: str = "",
-    ) -> None:
-        """address: `host:port`. api_key: who calls, where the deployment has tenants; goes with every call.
+    def __init__(self, address: str, **access: Unpack[Access]) -> None:
+        """address: `host:port`. access: API key, application and files of TLS, as `Access` says.
 
-        tls_ca_file: authorities (PEM) of which the gateway's certificate must be. tls_cert_file, tls_key_file:
-        what this side shows where the gateway wants a certificate. Plain text without any; the files are read again as
-        they change. Connects on first use. Raises InvalidRequest for what cannot be a key, ConfigInvalid for a file
-        that cannot be used."""
+        Connects on first use. Raises InvalidRequest for what cannot be a key or a name, ConfigInvalid for a file that
+        cannot be used."""
         self.address = address
-        self._metadata = call_metadata(api_key)
-        self._target, tls = tls_to_use(address, ca_file=tls_ca_file, cert_file=tls_cert_file, key_file=tls_key_file)
+        self._target = target_of(address, **access)
         with messages.refusing_unencodable():
-            self._channel = open_blocking_channel(address, tls=tls, options=CHANNEL_OPTIONS)
+            self._channel = open_blocking_channel(address, tls=self._target.tls, options=CHANNEL_OPTIONS)
         self._inference = InferenceStub(self._channel)
         self._admin = CacheAdminStub(self._channel)
 
@@ -148,7 +137,7 @@ class HeadraceClient:
             priority=priority,
         )
         started_s = time.monotonic()
-        events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._metadata)
+        events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._target.metadata)
         return GenerateStream(events, target=self._target, started_s=started_s)
 
     def generate(
@@ -266,7 +255,7 @@ class HeadraceClient:
         Starts with the first `next`; yields how far it is, last with `done`. Leaving early cancels the call.
         """
         asked = admin_messages.drain_message(holder, undo=undo, without_moving=without_moving)
-        call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
+        call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._target.metadata)
         try:
             for message in call:
                 yield admin_messages.drain_progress_from_message(message)
@@ -277,7 +266,7 @@ class HeadraceClient:
 
     def _ask(self, method: Callable[..., Value], request: object) -> Value:
         try:
-            return method(request, timeout=ADMIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._metadata)
+            return method(request, timeout=ADMIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._target.metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, target=self._target) from error
 

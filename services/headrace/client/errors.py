@@ -14,6 +14,9 @@ from headrace.wire.status import ERROR_KEY, error_of
 # Codes that a transport, or a server that is not ours, uses for "there is no such service here".
 UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
 
+# What Serve's proxies tell a caller to ask when they find no application for it.
+SERVE_APPLICATIONS = "/ray.serve.RayServeAPIService/ListApplications"
+
 
 class GatewayUnreachable(HeadraceError):
     """Nothing answers at the address, or what answers is not a Headrace gateway."""
@@ -33,6 +36,19 @@ class TlsFailed(GatewayUnreachable):
         self.why = why
 
 
+class ApplicationUnknown(GatewayUnreachable):
+    """A Ray Serve proxy answers at the address and cannot tell which of its applications is meant."""
+
+    def __init__(self, address: str, why: str) -> None:
+        HeadraceError.__init__(
+            self,
+            f"the Serve proxy at {address} sent this to none of its applications ({why}); where it has several, name "
+            "one: `--application`, HEADRACE_APPLICATION, or `application=` of a client",
+        )
+        self.address = address
+        self.why = why
+
+
 def error_from_rpc(error: grpc.RpcError, *, target: Target) -> HeadraceError:
     """The typed error that a failed call stands for."""
     code, details = error.code(), error.details() or ""
@@ -40,6 +56,8 @@ def error_from_rpc(error: grpc.RpcError, *, target: Target) -> HeadraceError:
     told_by_a_gateway = any(key == ERROR_KEY for key, _ in metadata)
     if code in UNANSWERED and not told_by_a_gateway:
         return _unreachable(target, details, _cause(details) or code.name.lower())
+    if code is grpc.StatusCode.NOT_FOUND and not told_by_a_gateway and SERVE_APPLICATIONS in details:
+        return ApplicationUnknown(target.address, details.partition(".")[0])
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not told_by_a_gateway and "larger than max" in details:
         # gRPC uses one code for a full queue and a message over its size; waiting does not help the second.
         return RequestTooLarge(GRPC_MESSAGE_BYTES_MAX)
@@ -47,7 +65,7 @@ def error_from_rpc(error: grpc.RpcError, *, target: Target) -> HeadraceError:
 
 
 def _unreachable(target: Target, details: str, cause: str) -> GatewayUnreachable:
-    files = target.tls_files
+    files = None if target.tls is None else target.tls.files
     why = explain_handshake(
         details,
         tls=files is not None,

@@ -1,13 +1,14 @@
 """What both clients put into a call: the message with its deadline, who calls, and the options of their channels."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from headrace.client import messages
 from headrace.client.values import CacheOptions, Prompt, Sampling
 from headrace.core.errors import InvalidRequest
 from headrace.core.limits import CLIENT_DEADLINE_GRACE_MS, GRPC_MESSAGE_BYTES_MAX, REQUEST_TIMEOUT_MS_DEFAULT
 from headrace.core.tenants import is_usable_key
-from headrace.transfer.tls_files import Tls, TlsFiles, tls_of_client
+from headrace.transfer.tls_files import Tls, tls_of_client
 from headrace.wire.v1 import inference_pb2
 
 CHANNEL_OPTIONS = (
@@ -18,12 +19,31 @@ CHANNEL_OPTIONS = (
 )
 
 
+class Access(TypedDict, total=False):
+    """How a client gets to its gateway; every one of these may be left out.
+
+    api_key:      who calls, where the deployment has tenants; goes with every call.
+    application:  which of the applications behind a Ray Serve proxy is meant, by its name there, where there are
+                  several; goes with every call, and a proxy refuses a name that it does not serve.
+    tls_ca_file:  authorities (PEM) of which the gateway's certificate must be; this makes it TLS. The files are read
+                  again as they change.
+    tls_cert_file, tls_key_file:  what this side shows where the gateway wants a certificate (PEM).
+    """
+
+    api_key: str
+    application: str
+    tls_ca_file: str
+    tls_cert_file: str
+    tls_key_file: str
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Who is called, and the files of TLS by which; for the words of errors."""
+    """Who is called, by what TLS (None: plain text), and what goes with every call."""
 
     address: str
-    tls_files: TlsFiles | None = None
+    tls: Tls | None = None
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +79,33 @@ def prepare_call(
     return PreparedCall(request=request, timeout_s=(timeout_ms + CLIENT_DEADLINE_GRACE_MS) / 1e3)
 
 
-def tls_to_use(address: str, *, ca_file: str, cert_file: str, key_file: str) -> tuple[Target, Tls | None]:
-    """Whom these arguments of a client mean, and what it speaks. Raises ConfigInvalid naming a file that is wrong."""
-    tls = tls_of_client(ca_file=ca_file, cert_file=cert_file, key_file=key_file)
-    return Target(address=address, tls_files=None if tls is None else tls.files), tls
+def target_of(
+    address: str,
+    *,
+    api_key: str = "",
+    application: str = "",
+    tls_ca_file: str = "",
+    tls_cert_file: str = "",
+    tls_key_file: str = "",
+) -> Target:
+    """What a client's address and its `Access` mean. Raises InvalidRequest for what cannot be a key or a name,
+    ConfigInvalid naming a file that cannot be used."""
+    tls = tls_of_client(ca_file=tls_ca_file, cert_file=tls_cert_file, key_file=tls_key_file)
+    return Target(address=address, tls=tls, metadata=call_metadata(api_key, application))
 
 
-def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """What goes with every call: the API key, as HTTP clients send it; nothing without one."""
+def call_metadata(api_key: str, application: str = "") -> tuple[tuple[str, str], ...]:
+    """What goes with every call: the API key, as HTTP clients send it, and the name that Serve's proxies go by."""
     if api_key and not is_usable_key(api_key):
         raise InvalidRequest(
             "this is no API key: keys are 20 or more signs of printable ASCII, without spaces", param="api_key"
         )
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    if application and not _is_metadata(application):
+        raise InvalidRequest("the name of an application is sent in printable ASCII", param="application")
+    key = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    return (*key, ("application", application)) if application else key
+
+
+def _is_metadata(value: str) -> bool:
+    """Whether gRPC sends it as it is: it drops spaces around a value."""
+    return value.isascii() and value.isprintable() and value == value.strip()

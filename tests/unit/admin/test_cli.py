@@ -117,6 +117,19 @@ def test_the_api_key_is_sent_by_every_command_and_printed_by_none(run, small_gat
     assert not any(key in done.output for done in shown)
 
 
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_commands_name_the_application_that_they_mean(run, small_gateway, monkeypatch, how):
+    """Fails when a command forgets it: with two applications behind a proxy it would reach none."""
+    if how == "environment":
+        monkeypatch.setenv("HEADRACE_APPLICATION", "small")
+    given = ["--application", "small"] if how == "flag" else []
+    commands = [["generate", "hello"], ["models"], ["status"], ["cache", "ls"], ["cache", "evict"], ["doctor"]]
+    for command in commands:
+        run(*command, *given)
+    assert len(small_gateway.applications) >= len(commands)
+    assert set(small_gateway.applications) == {"small"}
+
+
 def test_a_key_is_hashed_from_standard_input_and_not_shown(run):
     """Fails when the line does not stand for the key, or the key is printed."""
     key = "hr-0123456789abcdefghij"
