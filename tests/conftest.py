@@ -34,7 +34,7 @@ def valkey_url(valkey_server: EmbeddedValkey) -> str:
 def empty_valkey_url(valkey_url: str) -> str:
     """URL of the run's server, emptied for this test."""
     address = urlsplit(valkey_url)
-    with socket.create_connection((address.hostname, address.port), timeout=5) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall(b"FLUSHALL\r\n")
         assert connection.recv(16) == b"+OK\r\n"
     return valkey_url

@@ -236,6 +236,7 @@ def _counts_of(engine: Any) -> Any:
 
     steps, block_tokens = engine.steps, engine.kv.layout.block_tokens
     return EngineCounts(
+        steps=steps.num_steps,
         preemptions=steps.num_preemptions,
         reloads=steps.preemption.num_reloads,
         reloaded_tokens=steps.preemption.num_reloaded_blocks * block_tokens,

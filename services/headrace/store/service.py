@@ -43,7 +43,7 @@ from headrace.store.recover_disk import RecoveredDisk, recover_disk
 from headrace.store.register_blocks import PendingChanges, register_blocks
 from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
-from headrace.telemetry.collectors import StoreCollector
+from headrace.telemetry.collectors import ClaimsCollector, StoreCollector
 from headrace.telemetry.logs import set_up_logs
 from headrace.telemetry.metrics import EvictionReason, Metrics, MetricsServer, start_metrics_server
 from headrace.telemetry.refused_calls import reason_of
@@ -319,6 +319,12 @@ class StoreNodeService:
             return
         self._stats = self.node.stats()
         StoreCollector(lambda: self._stats, metrics=self._metrics)
+        counters = self.node.counters
+        ClaimsCollector(
+            leases=lambda: counters.expired_leases,
+            reservations=lambda: counters.expired_reservations,
+            metrics=self._metrics,
+        )
         if self._disk is not None:
             self._disk_metrics = DiskMetrics(self.node.disk.counters, self._metrics)
         ports = (self._settings.metrics_port,)

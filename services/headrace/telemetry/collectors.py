@@ -56,10 +56,29 @@ class StoreCollector(_Undescribed):
             yield counter
 
 
+class ClaimsCollector(_Undescribed):
+    """Claims of a store node that nobody ended: who had them died, or the word of their end was lost."""
+
+    def __init__(self, *, leases: Callable[[], int], reservations: Callable[[], int], metrics: Metrics) -> None:
+        """Register with the process's metrics; both are called in the scraping thread and must be safe there."""
+        self._kinds = {"lease": leases, "reservation": reservations}
+        metrics.registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """One reading of what ran out since the node started."""
+        lapsed = CounterMetricFamily(
+            "headrace_store_lapsed_claims", "Leases and reservations that ran out.", labels=["kind"]
+        )
+        for kind, count in self._kinds.items():
+            lapsed.add_metric([kind], count())
+        yield lapsed
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
     """What an engine did since it started."""
 
+    steps: int  # of the model, each for a batch
     preemptions: int
     reloads: int  # preempted sequences of which blocks were read back; the others were computed again
     reloaded_tokens: int
@@ -79,6 +98,7 @@ class EngineCollector(_Undescribed):
         """One reading of the engine's counts."""
         counts = self._counts()
         for name, text, value in (
+            ("headrace_engine_steps", "Steps of the model, each for a batch.", counts.steps),
             ("headrace_engine_preemptions", "Sequences that gave their blocks up.", counts.preemptions),
             ("headrace_engine_reloads", "Of those, the ones whose blocks were read back.", counts.reloads),
             ("headrace_engine_reloaded_tokens", "Tokens whose blocks were read back.", counts.reloaded_tokens),

@@ -168,7 +168,7 @@ async def test_health_follows_the_workers(model_path):
     """Fails when health is a constant, or a watcher is not told of a change."""
     async with served(model_path, WORKERS[2]) as (gateway, channel):
         health = health_pb2_grpc.HealthStub(channel)
-        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         states = aiter(watching)
         assert (await anext(states)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await gateway.membership.announce(WORKERS[0], ttl_ms=60_000)

@@ -31,7 +31,7 @@ async def served(model_path):
 async def test_a_stream_is_refused_as_an_invalid_request(model_path, data: bytes):
     """Fails when gRPC answers by itself: UNKNOWN, which callers take for a fault of the server and try again."""
     async with served(model_path) as channel:
-        call = channel.unary_stream("/headrace.v1.Inference/Generate")(data, timeout=5)
+        call = channel.unary_stream("/headrace.v1.Inference/Generate")(data, timeout=60)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -42,7 +42,7 @@ async def test_a_stream_is_refused_as_an_invalid_request(model_path, data: bytes
 async def test_a_unary_call_is_refused_as_an_invalid_request(model_path, method: str):
     async with served(model_path) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await channel.unary_unary(f"/headrace.v1.{method}")(CUT, timeout=5)
+            await channel.unary_unary(f"/headrace.v1.{method}")(CUT, timeout=60)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (ERROR_KEY, "InvalidRequest") in tuple(refused.value.trailing_metadata())
 
@@ -50,5 +50,5 @@ async def test_a_unary_call_is_refused_as_an_invalid_request(model_path, method:
 async def test_a_method_that_nobody_serves_is_still_unimplemented(model_path):
     async with served(model_path) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await channel.unary_unary("/headrace.v1.Inference/Nothing")(b"", timeout=5)
+            await channel.unary_unary("/headrace.v1.Inference/Nothing")(b"", timeout=60)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

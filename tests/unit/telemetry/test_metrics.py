@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 
 from headrace.core.errors import BlockCorrupt, BlockMissing
 from headrace.core.generation import HolderStat
-from headrace.telemetry.collectors import StoreCollector
+from headrace.telemetry.collectors import ClaimsCollector, StoreCollector
 from headrace.telemetry.metrics import Metrics, start_metrics_server
 
 PROMISED_NAMES = {
@@ -94,13 +94,22 @@ def test_store_gauges_are_read_from_the_books_at_scrape_time():
     assert metrics.registry.get_sample_value("headrace_store_blocks", {"tier": "host", "state": "free"}) == 5
 
 
+def test_claims_that_ran_out_are_counted_by_kind_at_scrape_time():
+    metrics, counts = Metrics(), {"leases": 2, "reservations": 0}
+    ClaimsCollector(leases=lambda: counts["leases"], reservations=lambda: counts["reservations"], metrics=metrics)
+    counts["leases"] = 3
+    name = "headrace_store_lapsed_claims_total"
+    assert metrics.registry.get_sample_value(name, {"kind": "lease"}) == 3
+    assert metrics.registry.get_sample_value(name, {"kind": "reservation"}) == 0
+
+
 def test_two_servers_take_free_ports_and_give_them_back():
     metrics = Metrics()
     first = start_metrics_server(metrics.registry, "127.0.0.1")
     second = start_metrics_server(Metrics().registry, "127.0.0.1")
     try:
         assert first.port != second.port
-        with urllib.request.urlopen(f"http://127.0.0.1:{first.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{first.port}/metrics", timeout=60) as answer:
             assert b"headrace_cached_tokens_total" in answer.read()
     finally:
         first.close()
