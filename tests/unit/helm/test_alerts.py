@@ -80,7 +80,6 @@ def test_a_dashboard_asks_in_whole_promql_of_a_datasource_that_is_chosen(name):
         'headrace_requests_total{outcome="failed"',
         "headrace_requests_total{outcome=failed}",
         "headrace_requests_total > > 1",
-        "headrace_requests_total offset 1",
         "unknown_function(headrace_requests_total)",
         "sum(a) sum(b)",
     ],
