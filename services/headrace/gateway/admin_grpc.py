@@ -6,7 +6,7 @@ out silently. Prefixes given as text or token ids are tokenised and hashed here,
 
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -307,16 +307,15 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
     async def _status(self, scope: AdminScope) -> admin_pb2.StatusReply:
         scope.require_all("see every worker's load")
         await self._service.refresh()
-        try:
-            nodes = await self._service.membership.store_nodes()
-            gateways = await self._service.membership.gateways()
-        except IndexUnavailable:
-            nodes, gateways = (), ()
+        members = self._service.membership
+        with suppress(IndexUnavailable):  # then it is known who was there last
+            await members.store_nodes()
+            await members.gateways()
         return admin_pb2.StatusReply(
-            store_nodes=[render_store_node(node) for node in nodes],
+            store_nodes=[render_store_node(node) for node in members.last_store_nodes()],
             workers=[render_worker(worker) for worker in self._service.table.records()],
-            gateways=[render_gateway(gateway) for gateway in gateways],
-            gone=[render_gone(each) for each in self._service.membership.gone()],
+            gateways=[render_gateway(gateway) for gateway in members.last_gateways()],
+            gone=[render_gone(each) for each in members.gone()],
             index_available=self._service.index_available,
         )
 

@@ -4,7 +4,6 @@ A Membership tells only who is there. This one wraps it and remembers what every
 bounds; it changes no answer. Whether a member left by itself or died is not known here.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.core.clock import Clock
@@ -30,7 +29,7 @@ class SeenMembership:
         self._membership = membership
         self._clock = clock
         self._seen: dict[str, GoneMember] = {}  # longest unseen first
-        self._there: dict[type, frozenset[str]] = {}
+        self._there: dict[type, tuple[MemberRecord, ...]] = {}  # the last reading of each kind
 
     async def announce(self, record: MemberRecord, *, ttl_ms: int) -> bool:
         """As Membership.announce."""
@@ -60,15 +59,23 @@ class SeenMembership:
 
     def gone(self) -> list[GoneMember]:
         """Who was in a reading of the last GONE_REMEMBERED_MS and not in the last one, longest gone first."""
-        there = frozenset[str]().union(*self._there.values())
+        there = {record.holder_id for records in self._there.values() for record in records}
         since_unix_ms = self._clock.unix_ms() - GONE_REMEMBERED_MS
         return [
             seen for seen in self._seen.values() if seen.member not in there and seen.last_seen_unix_ms >= since_unix_ms
         ]
 
-    def _saw(self, kind: type, records: Iterable[MemberRecord]) -> None:
+    def last_store_nodes(self) -> list[StoreNodeRecord]:
+        """Those of the last reading; none before the first."""
+        return [record for record in self._there.get(StoreNodeRecord, ()) if isinstance(record, StoreNodeRecord)]
+
+    def last_gateways(self) -> list[GatewayRecord]:
+        """As `last_store_nodes`."""
+        return [record for record in self._there.get(GatewayRecord, ()) if isinstance(record, GatewayRecord)]
+
+    def _saw(self, kind: type, records: tuple[MemberRecord, ...]) -> None:
         unix_ms = self._clock.unix_ms()
-        self._there[kind] = frozenset(record.holder_id for record in records)
+        self._there[kind] = records
         for record in records:
             self._seen.pop(record.holder_id, None)
             self._seen[record.holder_id] = GoneMember(record.holder_id, record.host, unix_ms)

@@ -8,7 +8,7 @@ from admin_kit import admin_over, keep_on_device, store_text, token_ids_of
 from tiny_gateway import BLOCK_TOKENS, make_namespace
 
 from headrace.blocks.host_arena import UNIT_BYTES
-from headrace.core.errors import WorkerUnavailable
+from headrace.core.errors import IndexUnavailable, WorkerUnavailable
 from headrace.engine.block_pool import Selection
 from headrace.wire.v1 import admin_pb2
 
@@ -222,3 +222,19 @@ async def test_status_names_everybody(model_path):
             ("d1", "decode", "tiny"),
         ]
         assert status.index_available
+
+
+async def test_while_the_members_cannot_be_read_status_names_who_was_there_last(model_path):
+    """Fails when hosts vanish from sight because Redis is away: their workers serve on."""
+
+    async def away():
+        raise IndexUnavailable("away")
+
+    async with admin_over(model_path, "n0") as admin:
+        before = await admin.stub.Status(admin_pb2.StatusRequest())
+        for kind in ("store_nodes", "gateways", "workers"):
+            setattr(admin.gateway.membership, kind, away)
+        status = await admin.stub.Status(admin_pb2.StatusRequest())
+        assert not status.index_available
+        assert [node.node_id for node in status.store_nodes] == ["n0"]
+        assert (list(status.store_nodes), list(status.workers)) == (list(before.store_nodes), list(before.workers))
