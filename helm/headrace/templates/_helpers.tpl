@@ -201,6 +201,9 @@ keep strangers out. KV events know no TLS. */}}
 {{- if and .Values.tls.callersAuthoritySecret.name (not .Values.tls.callersSecret.name) -}}
 {{- fail "tls.callersSecret.name is needed with tls.callersAuthoritySecret: who asks for certificates shows one" -}}
 {{- end -}}
+{{- if and .Values.monitoring.podMonitor.enabled .Values.networkPolicies.enabled (not .Values.networkPolicies.prometheus) -}}
+{{- fail "networkPolicies.prometheus is needed with monitoring.podMonitor.enabled: the policies let nobody else read metrics of store nodes and workers" -}}
+{{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs is needed with httpRoute.enabled" -}}
 {{- end -}}

@@ -146,13 +146,6 @@ authority's private key. */}}
 {{- if $values.tls.authoritySecret.name }}
 {{ include "headrace.rayTls" . }}
 {{- end }}
-{{- if $values.tenants.secretName }}
-- name: HEADRACE_API_KEY
-  valueFrom:
-    secretKeyRef:
-      name: {{ $values.tenants.adminKeySecret.name }}
-      key: {{ $values.tenants.adminKeySecret.key }}
-{{- end }}
 {{- if $values.model.hub.enabled }}
 {{- if $values.model.hub.tokenSecret.name }}
 - name: HF_TOKEN
@@ -247,6 +240,14 @@ spec:
         {{- include "headrace.containerSecurity" $root | nindent 8 }}
       env:
         {{- include "headrace.environment" $root | nindent 8 }}
+        {{- if and .withArena $values.tenants.secretName }}
+        # An admin's, by which the pod drains its store node when it is to end.
+        - name: HEADRACE_API_KEY
+          valueFrom:
+            secretKeyRef:
+              name: {{ $values.tenants.adminKeySecret.name }}
+              key: {{ $values.tenants.adminKeySecret.key }}
+        {{- end }}
       ports:
         {{- $first := include "headrace.metricsPort" $root | int }}
         {{- range $number := until (include "headrace.partsInPod" . | int) }}

@@ -223,6 +223,24 @@ def test_the_drain_before_the_end_is_a_command_that_exists():
         assert one(rendered("values"), "Service", "-gateway")
 
 
+def test_an_admins_key_is_in_the_pods_that_drain_with_it_and_in_no_others():
+    holders = {
+        component
+        for component, pod in ray_pods(rendered("everything")).items()
+        for variable in pod["spec"]["containers"][0]["env"]
+        if variable["name"] == "HEADRACE_API_KEY"
+    }
+    assert holders == {"prefill", "decode"}
+
+
+@each
+def test_what_monitors_scrape_is_let_through(name: str):
+    """Fails for a size that makes a PodMonitor whose targets no policy opens: all of them would be down."""
+    if any(m["kind"] == "PodMonitor" for m in rendered(name)):
+        (rule,) = policies(name)["metrics"]["ingress"]
+        assert rule["from"]
+
+
 def test_the_drain_checks_the_gateways_certificate_where_there_is_one():
     (container,) = ray_pods(rendered("everything"))["decode"]["spec"]["containers"]
     script = container["lifecycle"]["preStop"]["exec"]["command"][-1]

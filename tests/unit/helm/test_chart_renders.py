@@ -293,6 +293,7 @@ def test_ray_asks_for_its_token(name: str):
         ({"tenants": {"secretName": "t"}}, "hash_algorithm"),
         ({"redis": {"mode": "external"}}, "external.host"),
         ({"redis": {"passwordSecret": {"name": ""}}}, "never open"),
+        ({"monitoring": {"podMonitor": {"enabled": True}}}, "networkPolicies.prometheus"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({"grpcRoute": {"enabled": True}}, "grpcRoute.parentRefs"),
         ({"ingress": {"enabled": True}}, "without keys"),
