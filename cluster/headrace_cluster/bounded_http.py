@@ -1,9 +1,13 @@
 """The HTTP protocol of Serve's proxies with bounds on what a stranger's connection may cost, before any key is seen.
 
-Owns connections, head, and the times of head, body and reading; the body's size is the gateway's to refuse, since
-it answers that with a 413 (`gateway/openai_http.py:read_body`). Uvicorn has none of these bounds: it keeps headers
-without end, and waits for ever for a body, or for a client that does not read. What is beyond a bound is answered where
+Owns connections, head, trailers, requests that come before the last one is answered, and the times of head, body and
+reading; the body's size is the gateway's to refuse, since it answers that with a 413
+(`gateway/openai_http.py:read_body`). Uvicorn has none of these bounds: it keeps headers and requests without end, and
+waits for ever for a body, or for a client that does not read. What is beyond a bound, or no HTTP, is answered where
 HTTP has an answer for it, its connection is closed, and `ended` is told why.
+
+Nobody is taken over to another protocol: a request that asks for it (`Upgrade`) is answered as if it did not. With a
+body it is refused, since the parser would take that body for the next request.
 """
 
 import asyncio
@@ -11,6 +15,7 @@ import json
 from collections.abc import Callable
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded
@@ -20,13 +25,14 @@ from headrace.core.front_door_limits import (
     HTTP_HEAD_BYTES_MAX,
     HTTP_HEAD_TIMEOUT_MS,
     HTTP_LINGER_MS,
+    HTTP_REQUESTS_AHEAD_MAX,
     UNREAD_TIMEOUT_MS,
 )
 from headrace.core.limits import RETRY_AFTER_MS
 from headrace.wire.openai_reply import render_error
 
 # Why a connection was ended.
-REASONS = ("connections", "head_bytes", "head_time", "body_time", "unread")
+REASONS = ("connections", "malformed", "head_bytes", "requests_ahead", "head_time", "body_time", "unread")
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -34,6 +40,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     connections_max = HTTP_CONNECTIONS_MAX
     head_bytes_max = HTTP_HEAD_BYTES_MAX
+    requests_ahead_max = HTTP_REQUESTS_AHEAD_MAX
     head_timeout_ms = HTTP_HEAD_TIMEOUT_MS
     body_timeout_ms = HTTP_BODY_TIMEOUT_MS
     unread_timeout_ms = UNREAD_TIMEOUT_MS
@@ -41,8 +48,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._head_bytes = 0
+        self._head_bytes = 0  # of a head, or of what came behind a body: trailers
         self._in_head = True
+        self._answered: Any = None  # the request that is being answered; `cycle` is the one that came last
         self._is_refused = False
         self._reading: asyncio.TimerHandle | None = None  # until head or body are whole
         self._writing: asyncio.TimerHandle | None = None  # while the client takes nothing
@@ -61,19 +69,25 @@ class BoundedHttp(HttpToolsProtocol):
         for timer in (self._reading, self._writing, self._lingering):
             if timer is not None:
                 timer.cancel()
+        self._tell_left()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, unless the head grows too long."""
+        """Parse what has come, unless the head or the trailers grow too long."""
         if self._is_refused:
             return
-        if self._in_head:
-            if self._head_bytes == 0 and self._reading is None:  # the next request of a connection that was kept
-                self._wait_for("head_time", self.head_timeout_ms)
-            self._head_bytes += len(data)
-        super().data_received(data)
-        # After the parser: a body may have come with its head, and only an unfinished head counts.
-        if self._in_head and self._head_bytes > self.head_bytes_max:
+        if self._in_head and self._head_bytes == 0 and self._reading is None:  # the next on a connection that was kept
+            self._wait_for("head_time", self.head_timeout_ms)
+        self._head_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # see on_headers_complete
+        except httptools.HttpParserError:
+            self._refuse("malformed", 400, InvalidRequest("the request is not HTTP/1.1 as it should be"))
+        # After the parser: a body may have come with its head, and only what is unfinished counts.
+        if self._head_bytes > self.head_bytes_max:
             self._refuse_head()
 
     def on_message_begin(self) -> None:
@@ -81,24 +95,46 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """As uvicorn's, but of heads only: a trailer is no header, and the request's headers are being read."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The head is whole: its body is to come."""
         head_bytes = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
         self._in_head, self._head_bytes = False, 0
+        upgrades = self.parser.should_upgrade()
+        if self._is_refused:  # what stands behind a request that was refused
+            return
         if head_bytes > self.head_bytes_max:  # all of it came at once
             self._refuse_head()
-            return
-        self._wait_for("body_time", self.body_timeout_ms)
-        super().on_headers_complete()
+        elif len(self.pipeline) >= self.requests_ahead_max:
+            many = f"more than {self.requests_ahead_max} requests wait on this connection; use another one"
+            self._refuse("requests_ahead", 400, InvalidRequest(many))
+        elif upgrades and any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
+            self._refuse("malformed", 400, InvalidRequest("a request with a body cannot ask for an Upgrade here"))
+        else:
+            self._wait_for("body_time", self.body_timeout_ms)
+            super().on_headers_complete()
+            self.cycle.keep_alive = self.cycle.keep_alive and not upgrades
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        """As uvicorn's, unless the head was refused."""
+        """As uvicorn's, unless the request was refused."""
+        self._head_bytes = 0
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        self._in_head = True
+        self._in_head, self._head_bytes = True, 0
         self._stop_waiting()
         if not self._is_refused:
             super().on_message_complete()
@@ -150,17 +186,29 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse_head(self) -> None:
-        if not self._is_refused:
-            self._refuse("head_bytes", 431, InvalidRequest(f"the head is longer than {self.head_bytes_max} bytes"))
+        self._refuse("head_bytes", 431, InvalidRequest(f"the head is longer than {self.head_bytes_max} bytes"))
+
+    def _tell_left(self) -> None:
+        """Requests under way on this connection end as if their client had left."""
+        self.pipeline.clear()
+        for cycle in (self._answered, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _refuse(self, reason: str, status: int, error: HeadraceError) -> None:
-        """Answer in OpenAI's shape and close. A request under way on this connection ends as if its client had left."""
+        """Answer in OpenAI's shape and close; requests under way end. Close only, in the middle of an answer."""
+        if self._is_refused:
+            return
         self._is_refused = True
         self._stop_waiting()
+        is_answering = self._answered is not None and self._answered.response_started
+        if is_answering and not self._answered.response_complete:
+            self._tell_left()
+            self._close(reason)
+            return
         self.ended(reason)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._tell_left()
         body = json.dumps(render_error(error)).encode()
         head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         retry = f"retry-after: {RETRY_AFTER_MS // 1000}\r\n" if status == 503 else ""

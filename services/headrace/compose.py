@@ -172,7 +172,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.collectors import EngineCollector, SpeculationCollector, WorkerCollector
     from headrace.telemetry.metered_ports import MeteredStoreNodes
-    from headrace.telemetry.metrics import Metrics, other_metrics_ports, start_metrics_server
+    from headrace.telemetry.metrics import Metrics
     from headrace.telemetry.traced_ports import TracedStoreNodes
     from headrace.transfer.check_network import check_network
     from headrace.transfer.coded_pool import stored_pool
@@ -187,10 +187,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     host = host_id(config.store.arena_dir)
     membership = RedisMembership(config.index.redis_url, clock=clock)
     parts.push_async_callback(membership.close)
-    server = start_metrics_server(
-        metrics.registry, config.store.store_host, other_metrics_ports(config.store.metrics_port)
-    )
-    parts.callback(server.close)
+    metrics_port = _serve_metrics(config, metrics.registry, parts)
     tracing = _start_tracing(config, parts, part="worker", instance_id=worker_id)
     table = StoreNodeTable(
         host=host,
@@ -211,7 +208,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         membership=membership,
         clock=clock,
         report_fault=metrics.count_fault,
-        metrics_port=server.port,
+        metrics_port=metrics_port,
         load_patience_ms=config.engine.load_patience_ms,
     )
     WorkerCollector(worker.record, metrics=metrics)
@@ -219,6 +216,17 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     if drafter is not None:
         SpeculationCollector(engine.speculation, metrics=metrics)
     return Worker(worker, role=role, parts=parts, tracing=tracing)
+
+
+def _serve_metrics(config: Config, registry: Any, parts: AsyncExitStack) -> int:
+    """Serve a worker's or a gateway's metrics for as long as its parts last; the port."""
+    from headrace.telemetry.metrics_server import other_metrics_ports, start_metrics_server
+    from headrace.transfer.https_context import metrics_context
+
+    ports = other_metrics_ports(config.store.metrics_port)
+    server = start_metrics_server(registry, config.store.store_host, ports, context=metrics_context(config.network))
+    parts.callback(server.close)
+    return server.port
 
 
 def _start_tracing(config: Config, parts: AsyncExitStack, *, part: str, instance_id: str) -> Any:
@@ -301,7 +309,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import RouteMetrics
     from headrace.telemetry.metered_ports import MeteredBlockIndex, MeteredWorkerCalls
-    from headrace.telemetry.metrics import Metrics, other_metrics_ports, start_metrics_server
+    from headrace.telemetry.metrics import Metrics
     from headrace.telemetry.mirror_collector import MirrorCollector
     from headrace.telemetry.traced_ports import TracedBlockIndex, TracedWorkerCalls
     from headrace.transfer.channels import Channels
@@ -320,10 +328,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     membership = RedisMembership(config.index.redis_url, clock=clock)
     for close in (index.close, mirror.close, membership.close, channels.close):
         parts.push_async_callback(close)
-    server = start_metrics_server(
-        metrics.registry, config.store.store_host, other_metrics_ports(config.store.metrics_port)
-    )
-    parts.callback(server.close)
+    metrics_port = _serve_metrics(config, metrics.registry, parts)
     observer = RouteMetrics(metrics)
     service = GatewayService(
         index=mirror if tracing is None else TracedBlockIndex(mirror, tracing=tracing),
@@ -343,7 +348,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
         gateway_id=gateway_id,
         host=config.store.store_host,
         host_id=host_id(config.store.arena_dir),
-        metrics_port=server.port,
+        metrics_port=metrics_port,
         clock=clock,
         tls=tls,
     )
@@ -393,6 +398,7 @@ def build_store_node(config: Config) -> StoreNode:
     from headrace.telemetry.metered_ports import MeteredBlockIndex
     from headrace.telemetry.metrics import Metrics
     from headrace.transfer.check_network import check_network
+    from headrace.transfer.https_context import metrics_context
     from headrace.transfer.tls_files import tls_of_parts
 
     check_network(config)
@@ -408,6 +414,7 @@ def build_store_node(config: Config) -> StoreNode:
         clock=clock,
         metrics=metrics,
         tls=tls_of_parts(config.network),
+        metrics_context=metrics_context(config.network),
         tracing=_start_tracing(config, parts, part="store", instance_id=node_id(config.store)),
     )
     return StoreNode(service=service, parts=parts)

@@ -518,7 +518,3 @@ def table() -> str:
     lines = ["| attack | answer | counted by |", "|---|---|---|"]
     rows = [(a.tried, a.answer, f"`{a.counted}`" if a.counted else "") for a in ATTACKS]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
-
-
-if __name__ == "__main__":
-    print(table(), end="")

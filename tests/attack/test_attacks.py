@@ -4,6 +4,7 @@ serves everybody afterwards. The table of docs/security.md is what is tried here
 from pathlib import Path
 
 import attacks
+import wire_attacks
 from attacked_system import ATTACKER, OPERATOR, PROMPT, VICTIM, attacked_system
 
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
@@ -16,6 +17,7 @@ async def test_every_attack_is_refused_and_counted_and_hurts_nobody(model_path, 
     """
     wrong = []
     async with attacked_system(model_path, tmp_path) as system:
+        assert wire_attacks.attacks is attacks, "both files fill one table"
         for each in attacks.ATTACKS:
             before = system.counts()
             try:

@@ -1,5 +1,6 @@
 """Every file that is read: settings, tenants, traces, exports, and what a node finds in memory and on disk."""
 
+import contextlib
 import gzip
 import json
 import struct
@@ -14,15 +15,21 @@ from hypothesis import strategies as st
 from store_kit import make_header, make_prompt, payload_of
 
 from headrace.admin.export_file import MAGIC, check_export, read_export
+from headrace.admin.warm_command import read_prompts
+from headrace.bench.planned_requests import read_texts
 from headrace.blocks.block_codec import encode_header
 from headrace.blocks.disk_tier import open_disk
 from headrace.blocks.host_arena import UNIT_BYTES, budgets_path, open_arena
-from headrace.config import load_config
+from headrace.config import ModelSettings, load_config
 from headrace.core.block import payload_digest
 from headrace.core.clock import SystemClock
-from headrace.core.errors import BlockCorrupt, ConfigInvalid, HeadraceError, InvalidRequest
+from headrace.core.errors import BlockCorrupt, ConfigInvalid, HeadraceError, InvalidRequest, ModelRefused
 from headrace.core.tenants import HashedKey, new_key
+from headrace.engine.check_model import check_model
+from headrace.engine.model_digests import read_check, write_check
 from headrace.gateway.read_tenants import read_tenants
+from headrace.simulate.cluster_model import PROFILES, read_cluster, write_cluster
+from headrace.simulate.model_shape import read_model
 from headrace.simulate.read_trace import read_trace
 from headrace.store.budgets_file import BudgetsFile
 from headrace.store.recover_arena import recover_arena
@@ -120,6 +127,61 @@ def test_any_file_is_a_trace_or_refused(file):
         lambda data: read_trace(written(table, data), report=lambda line: None),
         refuses=(InvalidRequest,),
     )
+
+
+PROMPTS = b'plain text\n{"text": "x"}\n{"token_ids": [1, 2]}\n[{"role": "user", "content": "x"}]\n{"prompt": "x"}\n'
+DEEP_JSON = b'{"prompt": ' + b"[" * 100_000
+
+
+def test_any_file_is_prompts_or_refused(file):
+    lines = file.with_suffix(".jsonl")
+    fuzz(mutated(PROMPTS, DEEP_JSON), lambda data: read_texts(written(lines, data)), refuses=(InvalidRequest,))
+    fuzz(
+        mutated(PROMPTS, DEEP_JSON),
+        lambda data: list(read_prompts(data.decode(errors="replace"), name="x")),
+        refuses=(InvalidRequest,),
+    )
+
+
+def test_any_file_is_a_cluster_for_the_simulator_or_refused(file):
+    write_cluster(read_cluster(PROFILES[0]), file, remarks=())
+    seed = file.read_bytes()
+    fuzz(
+        mutated(seed, *ODD_YAML, DEEP_YAML, b"name: 2023-13-45 25:61:61\n"),
+        lambda data: read_cluster(str(written(file, data))),
+        refuses=(InvalidRequest,),
+    )
+
+
+def test_any_file_is_a_models_configuration_or_refused(file):
+    directory = file.parent
+    config = objects(
+        model_type=st.sampled_from(["llama", "qwen3", "x"]),
+        num_attention_heads=st.integers(0, 4),
+        num_hidden_layers=st.integers(0, 4),
+        hidden_size=st.integers(0, 64),
+        intermediate_size=st.integers(0, 64),
+        vocab_size=st.integers(0, 300),
+        text_config=st.just({}),
+    )
+    spelled = st.one_of(config.map(lambda value: json.dumps(value).encode()), mutated(b'{"hidden_size": 8}', DEEP_JSON))
+    settings = ModelSettings(model=str(directory))
+
+    def check(data):
+        written(directory / "config.json", data)
+        for read in (lambda: read_model(directory), lambda: check_model(settings)):
+            with contextlib.suppress(InvalidRequest, ModelRefused):
+                read()
+
+    fuzz(spelled, check)
+
+
+def test_any_file_in_the_cache_of_checks_is_one_or_left_out(file):
+    key = {"what": "x"}
+    write_check(file.parent, key, {"digest": "y"})
+    (kept,) = [path for path in file.parent.rglob("*") if path.is_file()]
+    seed = kept.read_bytes()
+    fuzz(mutated(seed, DEEP_JSON), lambda data: (written(kept, data), read_check(file.parent, key)))
 
 
 def export_of(records: bytes) -> bytes:

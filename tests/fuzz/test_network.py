@@ -4,20 +4,31 @@ import json
 from dataclasses import replace
 
 import grpc
+import msgpack
 import pytest
-from fuzzing import JSON, fuzz, messages, mutated, objects
+from fuzzing import JSON, NUMBERS, fuzz, messages, mutated, objects
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 from store_kit import make_header, make_prompt
 from tiny_gateway import make_worker_record
 
+from headrace.admin.event_commands import event_as_json, event_as_line
 from headrace.blocks.block_codec import decode_header, encode_header
 from headrace.blocks.decode_headers import decode_headers
+from headrace.client.follow_kv_events import JunkBatch, read_batch
 from headrace.core.errors import BlockCorrupt, HeadraceError, InvalidRequest, Unauthenticated
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, new_key
 from headrace.gateway.authenticate import authenticate
 from headrace.index.member_records import JunkRecord, decode_record, encode_record
 from headrace.index.redis_keys import block_key_prefix, parse_event, parse_incarnation, parse_key, parse_numbers
+from headrace.store.kv_event_format import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventFormat,
+    EventHashes,
+    EventLayout,
+)
 from headrace.transfer.serve_blocks import parse_chain
 from headrace.wire.openai_body import parse_chat_body, parse_completion_body, parse_json_body
 from headrace.wire.openai_reply import render_error
@@ -192,3 +203,49 @@ def test_every_message_that_comes_from_outside_can_be_made_here():
         for method in service.methods:
             fuzz_one = messages(method.input_type._concrete_class)
             assert fuzz_one is not None
+
+
+STORED = BlockStored(tuple(make_header(make_prompt(1, 2), position) for position in (0, 1)))
+REMOVED = BlockRemoved(STORED.headers[0].namespace, tuple(header.block_hash for header in STORED.headers))
+BATCHES = [
+    EventFormat(layout, hashes).encode([AllBlocksCleared(), STORED, REMOVED], unix_s=1.5)
+    for layout in EventLayout
+    for hashes in EventHashes
+]
+
+
+def test_any_bytes_are_a_batch_of_kv_events_or_junk_and_can_be_shown():
+    """Whoever listens at a node's endpoint may be its publisher to a follower: nobody signs. Fails also when a batch
+    that was read cannot be printed, or prints what moves a terminal's cursor."""
+
+    def check(data):
+        for event in read_batch(7, data):
+            assert event_as_line(event).isprintable()
+            json.loads(event_as_json(event))
+
+    for batch in BATCHES:
+        check(batch)
+    nested = b"\x92\x01" + b"\x91" * 100_000
+    event = objects(
+        type=st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"]),
+        block_hashes=st.lists(st.one_of(st.integers(0, 2**64 - 1), st.binary(max_size=16)), max_size=3),
+        parent_block_hash=st.none(),
+        token_ids=st.lists(st.integers(0, 9), max_size=3),
+    )
+    packed = st.tuples(NUMBERS, st.lists(event, max_size=2)).map(lambda batch: msgpack.packb(in_64_bits(batch)))
+    fuzz(st.one_of(mutated(*BATCHES, nested), packed), check, refuses=(JunkBatch,))
+
+
+def in_64_bits(value):
+    """The same, with numbers that msgpack can spell."""
+    match value:
+        case bool():
+            return value
+        case int():
+            return value % 2**63
+        case list() | tuple():
+            return [in_64_bits(part) for part in value]
+        case dict():
+            return {key: in_64_bits(part) for key, part in value.items()}
+        case _:
+            return value

@@ -64,6 +64,17 @@ def test_events_with_token_ids_do_not_leave_the_machine_unasked(key):
     check(kv_events_endpoint="tcp://127.0.0.1:5557", kv_events_replay_endpoint="ipc:///run/replay")
 
 
+@pytest.mark.parametrize(
+    "endpoint", [">tcp://router:5557", ">tcp://10.0.0.5:5557", ">tcp://127.0.0.1:0;10.0.0.5:5557", "ws://*:5557"]
+)
+def test_nor_do_they_when_a_node_connects_to_whoever_listens(endpoint):
+    """Fails when only addresses that are bound are looked at."""
+    with pytest.raises(ConfigInvalid, match=r"kv_events_endpoint.*insecure_network"):
+        check(kv_events_endpoint=endpoint)
+    check(kv_events_endpoint=endpoint, insecure_network=True)
+    check(kv_events_endpoint=">tcp://127.0.0.1:5557")
+
+
 def test_files_that_are_right_are_accepted(pki: Pki):
     check(**files(pki.good))
     check(**files(pki.good, tls_ca_file=""))

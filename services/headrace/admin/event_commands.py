@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -48,15 +48,17 @@ def events(*, endpoint: str, replay_endpoint: str, topic: str, count: int | None
 def _print_events(seen: "Iterable[SeenEvent]", *, as_json: bool) -> None:
     for event in seen:
         # Not held back until a pipe's buffer is full: this is watched live.
-        click.echo(json.dumps(_as_json(event)) if as_json else _as_line(event))
+        click.echo(event_as_json(event) if as_json else event_as_line(event))
 
 
-def _as_json(event: "SeenEvent") -> dict[str, Any]:
+def event_as_json(event: "SeenEvent") -> str:
+    """One JSON document, with every field that the event came with."""
     shown = {key: to_jsonable(value) for key, value in event.fields.items()}
-    return {"event": event.name, "sequence": event.sequence, "unix_s": event.unix_s, **shown}
+    return json.dumps({**shown, "event": event.name, "sequence": event.sequence, "unix_s": event.unix_s}, default=str)
 
 
-def _as_line(event: "SeenEvent") -> str:
+def event_as_line(event: "SeenEvent") -> str:
+    """One line to read."""
     clock = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
     hashes = event.fields.get("block_hashes", [])
     match event.name:
@@ -71,7 +73,7 @@ def _as_line(event: "SeenEvent") -> str:
         case "Missed":
             return f"{clock}  MISSED    {event.fields['num_batches']:,} batches; what was shown may not hold any more"
         case _:
-            return f"{clock}  {event.name}"
+            return f"{clock}  {event.name if event.name.isprintable() else ascii(event.name)}"
 
 
 def _hash(block_hash: int | bytes) -> str:

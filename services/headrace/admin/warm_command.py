@@ -76,7 +76,7 @@ def read_prompts(content: str, *, name: str) -> Iterator[tuple[int, Prompt]]:
             continue
         try:
             yield number, _prompt_of(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidRequest(
                 f"{Path(name).name}, line {number}: {error}; nothing was sent", param="file"
             ) from error

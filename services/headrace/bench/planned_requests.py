@@ -133,7 +133,7 @@ def read_texts(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         texts = [_prompt_of(line) for line in lines] if path.suffix == ".jsonl" else lines
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not a file of prompts: {error}", param="prompts") from error
     if not texts:
         raise InvalidRequest(f"{path} has no prompts", param="prompts")

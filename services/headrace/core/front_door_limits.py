@@ -26,6 +26,10 @@ UNREAD_TIMEOUT_MS = 60_000
 # transport and as much of an answer: 160 KiB each, 320 MiB in all.
 HTTP_CONNECTIONS_MAX = 2_048
 
+# Requests that wait on one connection for the answer to the one before: clients send the next after the answer, and a
+# proxy's few. One packet of 256 KiB holds 14,000 of the smallest, and each costs 3 KB once it is parsed.
+HTTP_REQUESTS_AHEAD_MAX = 16
+
 # Bytes of bodies that one proxy keeps, so as to ask another gateway when one dies: 64 of the largest. A request beyond
 # it is passed on as it comes and asked once.
 HTTP_KEPT_BYTES_MAX = 256 * 1024 * 1024

@@ -154,6 +154,9 @@ KV_EVENTS_REQUESTS_MAX = 64
 # Replies queued for one asker of a replay (64 x 32 KiB = 2 MiB); then it must read before more are sent.
 KV_EVENTS_REPLAY_AHEAD_BATCHES = 64
 
+# Bytes of one message that a follower of KV events takes: a batch is under 64 KiB, and other publishers' are a few MB.
+KV_EVENTS_FOLLOWED_BATCH_BYTES_MAX = 16 * 1024 * 1024
+
 # How often an asker whose queue is full is looked at: 64 batches each time are 6,400 a second, a full buffer in 2 s.
 KV_EVENTS_REPLAY_POLL_MS = 10
 

@@ -14,6 +14,11 @@ TRACE_FLUSH_MS = 2_000
 # With metrics_port P, the parts of one host use P..P + 31: a store node, and a gateway and workers for each of 8 GPUs
 # three times over. A part that finds all of them taken does not start.
 METRICS_PORTS = 32
+# Connections to one process's metrics at once: two Prometheus servers and a person or two, each for one scrape. A
+# thread of 8 MB of addresses and some 100 kB of memory each.
+METRICS_CONNECTIONS_MAX = 16
+# One scrape from its connection to its end: Prometheus' own time limit is 10 s.
+METRICS_SCRAPE_MS = 10_000
 # How long a gateway tells of members that are gone: long enough for whoever is called for them, short enough that
 # workers which an autoscaler has ended do not fill the answer.
 GONE_REMEMBERED_MS = 900_000

@@ -21,7 +21,7 @@ def check_model(settings: ModelSettings) -> None:
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         family = config.get("model_type", "")
-    except (OSError, ValueError, AttributeError) as error:  # a UnicodeDecodeError is a ValueError
+    except (OSError, ValueError, AttributeError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise ModelRefused(settings.model, f"its config.json cannot be used: {error}") from error
     if family:  # without one, transformers guesses by the directory's name
         check_architecture(directory.resolve().name, str(family))

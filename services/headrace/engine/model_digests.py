@@ -75,7 +75,7 @@ def read_check(cache_dir: Path, key: Mapping[str, Any]) -> dict[str, Any] | None
     """What `write_check` stored under this key; None when there is nothing readable."""
     try:
         stored = json.loads(_check_file(cache_dir, key).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(stored, dict) or stored.get("key") != json.loads(_canonical(key)):
         return None

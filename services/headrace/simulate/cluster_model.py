@@ -79,7 +79,7 @@ def read_cluster(named: str) -> ClusterModel:
     except OSError as error:
         known = ", ".join(PROFILES)
         raise InvalidRequest(f"{named!r} is no profile ({known}) and no readable file", param="cluster") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise InvalidRequest(f"{named} is not YAML: {error}", param="cluster") from error
     if not isinstance(loaded, dict):
         raise InvalidRequest(f"{named} must be a mapping", param="cluster")

@@ -76,22 +76,66 @@ def read_model(folder: Path, *, kv_bytes: int = 2) -> ModelShape:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         config = config.get("text_config", config)
+        config = _LEFT_OUT.get(str(config.get("model_type")), {}) | config
         heads = int(config["num_attention_heads"])
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         head_dim = int(config.get("head_dim") or hidden // heads)
         kv_heads = int(config.get("num_key_value_heads") or heads)
         parameters = _count_parameters(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        windows = read_windows(config)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", param="model") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not a model's config: {error}", param="model") from error
     except KeyError as error:
         raise InvalidRequest(f"{path} lacks {error.args[0]}", param="model") from error
-    return ModelShape(layers, kv_heads, head_dim, heads, parameters, kv_bytes=kv_bytes)
+    return ModelShape(layers, kv_heads, head_dim, heads, parameters, kv_bytes=kv_bytes, windows=windows)
+
+
+def read_windows(config: dict[str, Any]) -> tuple[int | None, ...]:
+    """Each layer's window as a `config.json` says it; empty where none has one. Raises KeyError, ValueError, TypeError.
+
+    `layer_types` names each layer's kind. Without it, the model's family says which layers have `sliding_window`: one
+    in every `sliding_window_pattern` has none (Gemma 2: 2, Gemma 3: 6, Cohere 2: 4, gpt-oss: 2), those before
+    `max_window_layers` have none (Qwen, and only if `use_sliding_window` is true), else all have it (Mistral, Phi-3).
+    """
+    layers, family = int(config["num_hidden_layers"]), str(config.get("model_type", ""))
+    is_used = config.get("use_sliding_window", not family.startswith("qwen"))
+    if not config.get("sliding_window") or not is_used:
+        return ()
+    window = int(config["sliding_window"])
+    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(family)
+    if kinds := config.get("layer_types"):
+        windowed = [kind == "sliding_attention" for kind in kinds]
+    elif pattern:
+        windowed = [(layer + 1) % int(pattern) != 0 for layer in range(layers)]
+    elif family.startswith("qwen"):
+        windowed = [layer >= int(config.get("max_window_layers", 28)) for layer in range(layers)]
+    else:
+        windowed = [True] * layers
+    if len(windowed) != layers:
+        raise ValueError(f"layer_types names {len(windowed)} layers, and there are {layers}")
+    return tuple(window if has_one else None for has_one in windowed) if any(windowed) else ()
+
+
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+
+# What a Gemma's config.json leaves out where it is as its authors' code has it.
+_LEFT_OUT = {
+    "gemma2": {"tie_word_embeddings": True},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def device_kv_tokens(model: ModelShape, machine: Machine, *, token_bytes: float | None = None) -> int:
-    """Tokens whose KV a worker's GPU has room for. Raises InvalidRequest where the weights alone do not fit.
+    """Tokens with all their layers whose KV a worker's GPU has room for. Raises InvalidRequest where the weights alone
+    do not fit.
 
     token_bytes: of KV there; None: as the model computes it.
     """

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -45,11 +46,13 @@ from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
 from headrace.telemetry.collectors import ClaimsCollector, StoreCollector
 from headrace.telemetry.logs import set_up_logs
-from headrace.telemetry.metrics import EvictionReason, Metrics, MetricsServer, start_metrics_server
+from headrace.telemetry.metrics import EvictionReason, Metrics
+from headrace.telemetry.metrics_server import MetricsServer, start_metrics_server
 from headrace.telemetry.refused_calls import reason_of
 from headrace.telemetry.tracing import Tracing, start_tracing
 from headrace.transfer.channels import bind_server, build_server
 from headrace.transfer.check_network import check_network
+from headrace.transfer.https_context import metrics_context
 from headrace.transfer.serve_blocks import serve_blocks
 from headrace.transfer.tls_files import Tls, tls_of_parts
 from headrace.transfer.trace_rpcs import TracedRpcs
@@ -72,11 +75,12 @@ class StoreNodeService:
         metrics: Metrics | None = None,
         tracing: Tracing | None = None,
         tls: Tls | None = None,
+        metrics_context: ssl.SSLContext | None = None,
         lease_ttl_ms: int | None = None,
         reservation_ttl_ms: int | None = None,
     ) -> None:
         """metrics: serves them on a port of its own when given. The times to live default to the limits. tls: what this
-        node shows and whom it lets in; None for plain text."""
+        node shows and whom it lets in; None for plain text. metrics_context: what makes its metrics HTTPS."""
         self._settings = settings
         self._node_id = settings.node_id or socket.gethostname()
         self._index = index
@@ -85,6 +89,7 @@ class StoreNodeService:
         self._metrics = metrics
         self._tracing = tracing
         self._tls = tls
+        self._metrics_context = metrics_context
         self._ttls = {
             name: value
             for name, value in (("lease_ttl_ms", lease_ttl_ms), ("reservation_ttl_ms", reservation_ttl_ms))
@@ -328,7 +333,9 @@ class StoreNodeService:
         if self._disk is not None:
             self._disk_metrics = DiskMetrics(self.node.disk.counters, self._metrics)
         ports = (self._settings.metrics_port,)
-        self._metrics_server = start_metrics_server(self._metrics.registry, self._settings.store_host, ports)
+        self._metrics_server = start_metrics_server(
+            self._metrics.registry, self._settings.store_host, ports, context=self._metrics_context
+        )
 
     def _count_refused(self, error: Exception) -> None:
         """A worker, or whoever takes itself for one, asked for what this node does not do."""
@@ -415,6 +422,7 @@ async def _run(config: Config, *, remove_arena_on_exit: bool) -> None:
         metrics=Metrics(),
         tracing=tracing,
         tls=tls_of_parts(config.network),
+        metrics_context=metrics_context(config.network),
     )
     try:
         await serve_store_node(service, stop=stop, remove_arena_on_exit=remove_arena_on_exit)

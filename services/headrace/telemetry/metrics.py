@@ -1,4 +1,4 @@
-"""Every metric of Headrace, declared once, and the endpoint that serves them.
+"""Every metric of Headrace, declared once.
 
 Rules: one prefix, base units, `_total` on counters, label values from a bounded set that is known here (a caller's
 text, a request id or a token never becomes a label), rates and ratios left to PromQL. Each process (and each part under
@@ -6,12 +6,9 @@ test) makes its own `Metrics` with its own registry: nothing is registered globa
 never collide. What to count and when is decided in `metered_ports.py` and `collectors.py`; domain code has no metrics.
 """
 
-from collections.abc import Sequence
 from enum import StrEnum
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.process_collector import ProcessCollector
 
 from headrace.core.block import CacheSource, Tier
@@ -20,13 +17,11 @@ from headrace.core.errors import (
     BlockCorrupt,
     BlockMissing,
     CacheFault,
-    ConfigInvalid,
     IndexUnavailable,
     LeaseExpired,
     StoreFull,
     StoreUnavailable,
 )
-from headrace.core.telemetry_limits import METRICS_PORTS
 from headrace.telemetry.refused_calls import REFUSED_CALLS
 
 # First tokens take from a few milliseconds (warm) to minutes (a cold long prompt on CPU).
@@ -227,48 +222,3 @@ class Metrics:
         self.cache_faults.labels(FAULT_KINDS[type(fault)]).inc()
         if isinstance(fault, BlockCorrupt):
             self.verify_failures.labels("checksum" if "checksum" in fault.why else "header").inc()
-
-
-class MetricsServer:
-    """The HTTP endpoint of one registry: `http://host:port/metrics`, served from a thread of its own."""
-
-    def __init__(self, *, server: WSGIServer, thread: Thread) -> None:
-        self._server = server
-        self._thread = thread
-
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        return self._server.server_port
-
-    def close(self) -> None:
-        """Stop serving, free the port, join the thread. Idempotent."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
-
-
-def start_metrics_server(registry: CollectorRegistry, host: str, ports: Sequence[int] = (0,)) -> MetricsServer:
-    """Serve `registry` on `host` at the first of these ports that is free; 0 is any free one, which `.port` names.
-
-    Raises ConfigInvalid where all of them are taken, or the host is not this machine's.
-    """
-    why = ""
-    for port in ports:
-        try:
-            server, thread = start_http_server(port=port, addr=host, registry=registry)
-        except OSError as error:
-            why = str(error.strerror or error)
-            continue
-        return MetricsServer(server=server, thread=thread)
-    named = f"port {ports[0]}" if len(ports) == 1 else f"any port of {ports[0]}..{ports[-1]}"
-    raise ConfigInvalid("metrics_port", f"cannot listen on {named} of {host} ({why}); choose another, or 0 for any")
-
-
-def other_metrics_ports(metrics_port: int) -> Sequence[int]:
-    """Where workers and gateways serve theirs: a store node has the port of the setting itself, so that a monitor can
-    name it; the one worker of a pod has the next."""
-    if metrics_port == 0:
-        return (0,)
-    return range(metrics_port + 1, metrics_port + METRICS_PORTS)

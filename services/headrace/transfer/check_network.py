@@ -44,7 +44,7 @@ def check_network(config: Config, *, front_door: str | None = None) -> None:
         )
     for key in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         endpoint = getattr(store, key)
-        if endpoint.startswith("tcp://") and not is_loopback(_host_of(endpoint)):
+        if endpoint and not _stays_here(endpoint):
             raise ConfigInvalid(
                 key,
                 f"{endpoint} is beyond loopback, and KV events, which hold the token ids of prompts, have no TLS: bind "
@@ -120,5 +120,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _host_of(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+def _stays_here(endpoint: str) -> bool:
+    """Whether what is sent by a ZeroMQ endpoint, bound or connected (`>`), stays on this machine."""
+    transport, _, address = endpoint.removeprefix(">").partition("://")
+    if transport in ("ipc", "inproc"):
+        return True
+    return transport == "tcp" and is_loopback(address.rpartition(";")[2].rpartition(":")[0])

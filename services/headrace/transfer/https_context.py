@@ -8,7 +8,8 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from headrace.transfer.tls_files import Tls, TlsMaterial
+from headrace.config import NetworkSettings
+from headrace.transfer.tls_files import Tls, TlsFiles, TlsMaterial
 
 Refused = Callable[[str], None]
 
@@ -29,6 +30,15 @@ REASONS = {
 
 # Handshakes that wait for the other side; anything else that a handshake raises is its end.
 _UNDER_WAY = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+def metrics_context(network: NetworkSettings) -> "HttpsContext | None":
+    """What whoever scrapes metrics meets: the parts' certificate; None, plain text, where none is set. It is asked for
+    no certificate of its own, since whoever has one of `tls_ca_file` is let in by store nodes, and Prometheus need not
+    be."""
+    if not network.tls_cert_file:
+        return None
+    return HttpsContext(Tls(TlsFiles(cert_file=network.tls_cert_file, key_file=network.tls_key_file)))
 
 
 class HttpsContext(ssl.SSLContext):

@@ -4,7 +4,7 @@ No test waits for a bound that it does not want to meet: those are as large as i
 """
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvicorn
@@ -176,3 +176,173 @@ async def test_what_comes_behind_a_request_that_is_being_answered_does_not_end_i
         may_answer.set()
         assert (await answer_of(reader)).startswith("HTTP/1.1 200")
         assert ended == ["head_time"]
+
+
+GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def test_what_is_no_http_is_refused_in_the_apis_own_words_and_counted():
+    async with served(echo) as (port, ended), connected(port) as (reader, writer):
+        writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xff" * 200)
+        answer = await answer_of(reader)
+        assert answer.startswith("HTTP/1.1 400")
+        assert "invalid_request_error" in answer
+        assert ended == ["malformed"]
+
+
+async def test_requests_sent_ahead_of_their_answers_are_answered_in_order():
+    async with served(echo) as (port, ended), connected(port) as (reader, writer):
+        writer.write(
+            b"".join(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % n + b"x" * n for n in range(5))
+        )
+        writer.write(POST % 5 + b"x" * 5)
+        answers = (await answer_of(reader)).split("HTTP/1.1 200 OK\r\n")[1:]
+        assert [int(answer.rpartition("\r\n\r\n")[2]) for answer in answers] == list(range(6))
+        assert not ended
+
+
+async def test_no_more_requests_wait_on_a_connection_than_the_bound_and_the_rest_is_not_begun():
+    """Fails when a packet of small requests costs what thousands of requests do."""
+    begun, may_answer = [], asyncio.Event()
+
+    async def slow(scope, receive, send):
+        begun.append(scope["path"])
+        await may_answer.wait()
+        assert (await receive())["type"] == "http.disconnect"  # its connection was ended
+
+    async with served(slow, requests_ahead_max=4) as (port, ended), connected(port) as (reader, writer):
+        writer.write(b"".join(GET % number for number in range(1_000)))
+        assert (await answer_of(reader)).startswith("HTTP/1.1 400")
+        may_answer.set()
+        assert ended == ["requests_ahead"]
+    assert set(begun) <= {"/0"}
+
+
+async def test_a_client_that_leaves_ends_the_request_that_is_being_answered_also_when_another_waits_behind_it():
+    """Fails when only the request that came last is told."""
+    began, left = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope, receive, send):
+        assert scope["path"] == "/1", "nobody is there for the second one"
+        await receive()
+        began.set()
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    async with served(slow) as (port, _):
+        async with connected(port) as (_, writer):
+            writer.write(GET % 1 + GET % 2)
+            async with asyncio.timeout(30):
+                await began.wait()
+        async with asyncio.timeout(30):
+            await left.wait()
+
+
+async def test_what_stands_behind_a_refused_head_is_not_begun():
+    """Fails when a request is served after its connection was refused."""
+    begun = []
+
+    async def noting(scope, receive, send):
+        begun.append(scope["path"])
+        await echo(scope, receive, send)
+
+    async with served(noting, head_bytes_max=500) as (port, ended), connected(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"x" * 600 + b"\r\n\r\n" + GET % 2)
+        assert (await answer_of(reader)).startswith("HTTP/1.1 431")
+        assert ended == ["head_bytes"]
+        assert not begun
+
+
+async def test_a_refusal_is_not_written_into_an_answer_that_has_begun():
+    """Fails when what is no HTTP puts a second head into the middle of a body."""
+
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with served(endless) as (port, ended), connected(port) as (reader, writer):
+        writer.write(GET % 1)
+        async with asyncio.timeout(30):
+            assert (await reader.readuntil(b"part\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"\x00\x01\x02")
+        with suppress(ConnectionResetError):
+            assert await answer_of(reader) == ""
+        await until(lambda: ended == ["malformed"])
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def test_trailers_are_no_headers():
+    """Fails when what comes behind a body is put among the headers that were checked before it."""
+    seen = []
+
+    async def reads(scope, receive, send):
+        await echo(scope, receive, send)
+        seen.extend(name for name, _ in scope["headers"])
+
+    async with served(reads) as (port, ended), connected(port) as (reader, writer):
+        writer.write(CHUNKED + b"5\r\nhello\r\n0\r\nauthorization: Bearer x\r\n\r\n")
+        assert (await answer_of(reader)).endswith("\r\n\r\n5")
+        assert seen == [b"host", b"connection", b"transfer-encoding"]
+        assert not ended
+
+
+@pytest.mark.parametrize("part", [b"x: y\r\n" * 100, b"y" * 600], ids=["many", "one without end"])
+async def test_trailers_without_end_are_refused(part):
+    """Fails when they are kept as long as the time for a body lasts."""
+    async with served(echo, head_bytes_max=4_000) as (port, ended), connected(port) as (reader, writer):
+        writer.write(CHUNKED + b"5\r\nhello\r\n0\r\nx: ")
+        sending = asyncio.create_task(send_without_end(writer, part))
+        assert (await answer_of(reader)).startswith("HTTP/1.1 431")
+        sending.cancel()
+        assert ended == ["head_bytes"]
+
+
+async def send_without_end(writer, part):
+    while True:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+UPGRADE = b"connection: upgrade\r\nupgrade: %s\r\n"
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+async def test_a_body_behind_an_upgrade_is_not_taken_for_a_request(protocol):
+    """The parser passes over the body of a request that asks for an upgrade, and would read it as the next one, which a
+    proxy before us took for a body. Fails when that is served."""
+    begun = []
+
+    async def noting(scope, receive, send):
+        begun.append(scope["path"])
+        await echo(scope, receive, send)
+
+    async with served(noting) as (port, ended), connected(port) as (reader, writer):
+        smuggled = GET % 2
+        writer.write(
+            b"POST /1 HTTP/1.1\r\nhost: x\r\n" + UPGRADE % protocol + b"content-length: %d\r\n\r\n" % len(smuggled)
+        )
+        await writer.drain()
+        await asyncio.sleep(0.05)  # so that the body is a packet of its own
+        writer.write(smuggled)
+        answer = await answer_of(reader)
+        assert answer.startswith("HTTP/1.1 400")
+        assert answer.count("HTTP/1.1") == 1
+        assert not begun
+        assert ended == ["malformed"]
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+async def test_an_upgrade_that_is_asked_for_is_passed_over(protocol):
+    """Fails when a connection leaves these bounds for those of another protocol."""
+    async with served(echo) as (port, ended), connected(port) as (reader, writer):
+        key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n"
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + UPGRADE % protocol + key + b"\r\n")
+        answer = await answer_of(reader)
+        assert answer.startswith("HTTP/1.1 200")
+        assert "connection: close" in answer
+        assert not ended

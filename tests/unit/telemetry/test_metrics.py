@@ -9,7 +9,8 @@ from prometheus_client import generate_latest
 from headrace.core.errors import BlockCorrupt, BlockMissing
 from headrace.core.generation import HolderStat
 from headrace.telemetry.collectors import ClaimsCollector, StoreCollector
-from headrace.telemetry.metrics import Metrics, start_metrics_server
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.metrics_server import start_metrics_server
 
 PROMISED_NAMES = {
     "headrace_prefix_cache_queries_total",

@@ -7,7 +7,8 @@ import pytest
 
 from headrace.core.errors import ConfigInvalid
 from headrace.core.telemetry_limits import METRICS_PORTS
-from headrace.telemetry.metrics import Metrics, MetricsServer, other_metrics_ports, start_metrics_server
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.metrics_server import MetricsServer, other_metrics_ports, start_metrics_server
 
 
 @pytest.fixture

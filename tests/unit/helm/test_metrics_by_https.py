@@ -1,0 +1,27 @@
+"""With certificates for the parts, their metrics are HTTPS: whoever asks for them in the cluster does so, too."""
+
+from rendered_chart import EVERYTHING, one, ray_pods, render
+
+
+def test_the_pod_monitor_reads_by_https_and_trusts_the_authority_of_the_pods():
+    """Fails when Prometheus asks in plain text and finds no target up."""
+    manifests = render(EVERYTHING)
+    authority = EVERYTHING["tls"]["authoritySecret"]["name"]
+    endpoints = one(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoints
+    for endpoint in endpoints:
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == authority
+        assert "cert" not in endpoint["tlsConfig"]
+    probed = [pod["spec"]["containers"][0]["readinessProbe"].get("httpGet", {}) for pod in ray_pods(manifests).values()]
+    assert {probe["scheme"] for probe in probed if probe.get("path") == "/metrics"} == {"HTTPS"}
+
+
+def test_without_certificates_the_pod_monitor_reads_plain_text():
+    manifests = render(
+        {"monitoring": {"podMonitor": {"enabled": True}}, "networkPolicies": {"prometheus": [{"podSelector": {}}]}}
+    )
+    for endpoint in one(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]:
+        assert endpoint.keys() == {"port", "path", "interval"}
+    probed = [pod["spec"]["containers"][0]["readinessProbe"].get("httpGet", {}) for pod in ray_pods(manifests).values()]
+    assert all("scheme" not in probe for probe in probed)
