@@ -1,22 +1,23 @@
 """Requests to a live system whose answers are known beforehand, and a load of them while something is done to it."""
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from local_system import LocalSystem, wait_until
+from local_system import LocalSystem, metrics_page, wait_until
 
 from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling
 from headrace.core.errors import HeadraceError
-from headrace.core.limits import LEASE_TTL_MS, RESERVATION_TTL_MS
+from headrace.core.limits import LEASE_TTL_MS
 
 EIGHT = Sampling(max_tokens=8, ignore_eos=True)
 ANY = CacheOptions()
-REST_S = 9.0
-assert min(LEASE_TTL_MS, RESERVATION_TTL_MS) / 1000 > REST_S
+REST_S = 60.0
+assert LEASE_TTL_MS / 1000 < REST_S
 
 
 def make_token_ids(count: int, *, seed: int) -> list[int]:
@@ -92,13 +93,12 @@ def load_while(
 def wait_until_at_rest(system: LocalSystem, *, dead_claims: bool = False) -> None:
     """Nothing runs, waits, is leased or reserved, and every holder's blocks add up to what it has.
 
-    Work stops within a second and claims whose end was lost are ended twice a second; what `status` shows is up to 3 s
-    old, and the rest of REST_S is for a busy machine. Much less than a claim lives that nobody ends: such are left only
-    by a worker that was killed in the middle of a load (dead_claims).
+    However late on a busy machine; but no claim may have to run out for it, as one does that nobody ends: such are left
+    only by a worker that was killed or stood still in the middle of a load (dead_claims).
     """
 
-    within_s = REST_S + dead_claims * LEASE_TTL_MS / 1000
     moving: list[str] = []
+    before = lapsed_claims(system)
 
     def at_rest() -> bool:
         busy = [w for w in system.client.status().workers if w.running or w.waiting]
@@ -111,6 +111,20 @@ def wait_until_at_rest(system: LocalSystem, *, dead_claims: bool = False) -> Non
         return not moving
 
     try:
-        wait_until(at_rest, within_s=within_s, what="the system at rest, its books balanced")
+        wait_until(at_rest, within_s=REST_S, what="the system at rest, its books balanced")
     except AssertionError as late:
         raise AssertionError(f"{late}: {moving}") from None
+    assert dead_claims or lapsed_claims(system) == before, "claims were left to run out"
+
+
+def lapsed_claims(system: LocalSystem) -> dict[str, float]:
+    """How many claims of each node ran out since it started, by kind."""
+    counter = re.compile(r"^headrace_store_lapsed_claims_total{kind=\"(\w+)\"} (\S+)$", re.MULTILINE)
+    nodes = system.client.status().store_nodes
+    lapsed = {
+        f"{node.node_id} {kind}": float(count)
+        for node in nodes
+        for kind, count in counter.findall(metrics_page(node.metrics_port))
+    }
+    assert len(lapsed) == 2 * len(nodes)
+    return lapsed

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
+
 from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, Sampling
 from headrace.config import Config, load_config
@@ -82,3 +84,8 @@ def wait_until(holds: Callable[[], bool], *, within_s: float, what: str) -> None
     while not holds():
         assert time.monotonic() < give_up_at, f"not within {within_s} s: {what}"
         time.sleep(0.1)
+
+
+def metrics_page(port: int) -> str:
+    """What a part says on its metrics port, asked directly: without proxy, gateway or announcement."""
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text

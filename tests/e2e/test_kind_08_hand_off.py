@@ -2,7 +2,7 @@
 
 import time
 
-from dying_parts import kill, paused, stream_while, wait_until_idle, wait_until_replaced
+from dying_parts import kill, paused, stream_while, wait_until_replaced
 from live_load import ask_all, cold_ids, make_token_ids, wait_until_at_rest
 from local_system import LocalSystem, wait_until
 
@@ -21,7 +21,7 @@ def test_a_stalled_prefill_worker_costs_its_requests_the_patience_and_harms_nobo
         assert [result.token_ids for result in ask_all(system, prompts)] == expected
         assert time.monotonic() - began_s < HAND_OFF_PATIENCE_MS_MAX / 1000 + 25
     wait_until(lambda: stalled in system.worker_ids("prefill"), within_s=60, what="the worker announced again")
-    wait_until_at_rest(system)
+    wait_until_at_rest(system, dead_claims=True)  # those of a process that stands still run out
     assert [result.token_ids for result in ask_all(system, prompts)] == expected
 
 
@@ -34,4 +34,4 @@ def test_a_prefill_worker_killed_under_load_costs_no_request(system: LocalSystem
     streams.check_every_token()
     assert not streams.cut_off
     wait_until_replaced(system, killed, role="prefill", of=1)
-    wait_until_idle(system)
+    wait_until_at_rest(system, dead_claims=True)

@@ -4,11 +4,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dying_parts import (
+    LONG,
     http_completions,
     kill,
     kill_and_see_the_work_end,
     long_streams,
-    metrics_ports,
     pids_of,
     quiet_answers,
     sequences_on,
@@ -85,12 +85,11 @@ def test_all_gateways_killed_under_load_are_back_in_seconds_and_hit_as_before(sy
     warm = [result.token_ids for result in ask_all(system, prompts)]
     killed = gateway_pids(system)
     assert len(killed) == 2
-    ports = metrics_ports(system)
     expected = quiet_answers(system, prompts, max_tokens=120)
-    with long_streams(system), ThreadPoolExecutor(1) as beside:
+    with long_streams(system) as work, ThreadPoolExecutor(1) as beside:
         whole = beside.submit(http_completions, system, prompts[:4], max_tokens=60, stream=False)
         streams = stream_while(
-            system, prompts, lambda: kill_and_see_the_work_end(killed, ports), max_tokens=120, expected=expected
+            system, prompts, lambda: kill_and_see_the_work_end(killed, work), max_tokens=120, expected=expected
         )
         assert whole.result() == ["200"] * 4
     streams.check_every_token()
@@ -126,12 +125,11 @@ def test_the_proxy_killed_under_load_is_back_soon_and_nothing_runs_on_behind_it(
     before, prompts = members(system), make_prompts(8, seed=153_000)
     expected, all_expected = cold_ids(system, prompts[:1]), quiet_answers(system, prompts, max_tokens=60)
     (killed,) = pids_of(system, "ProxyActor")
-    ports = metrics_ports(system)
-    with long_streams(system), ThreadPoolExecutor(1) as beside:
-        over_http = beside.submit(http_completions, system, prompts[:2], max_tokens=1_900, stream=True)
-        wait_until(lambda: sequences_on(ports) == 6, within_s=60, what="streams over gRPC and over HTTP")
+    with long_streams(system) as work, ThreadPoolExecutor(1) as beside:
+        over_http = beside.submit(http_completions, system, prompts[:2], max_tokens=LONG, stream=True)
+        wait_until(lambda: sequences_on(work.ports) == 6, within_s=60, what="streams over gRPC and over HTTP")
         streams = stream_while(
-            system, prompts, lambda: kill_and_see_the_work_end([killed], ports), max_tokens=60, expected=all_expected
+            system, prompts, lambda: kill_and_see_the_work_end([killed], work), max_tokens=60, expected=all_expected
         )
         assert over_http.result() == ["RemoteProtocolError"] * 2, "an HTTP stream that was cut off does not look whole"
     streams.check_every_token()
