@@ -20,6 +20,7 @@ from headrace.transfer.channels import Channels, build_server
 from headrace.transfer.fetch_blocks import GrpcStore
 from headrace.transfer.serve_blocks import serve_blocks
 
+STORMS_MAX = 4  # what is kept for each stream grows with every one of them; what an allocator keeps does not
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY = 4, 6, 7
 ACK = 1
@@ -53,7 +54,7 @@ async def test_a_connection_without_calls_may_be_pinged_as_often_as_anybody_like
     host, _, port = node.record.address.partition(":")
 
     def ping_often() -> list[tuple[int, int]]:
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(PREFACE + frame(SETTINGS))
             for number in range(40):
                 connection.sendall(frame(PING, struct.pack(">Q", number)))
@@ -113,15 +114,20 @@ async def test_a_thousand_cancelled_streams_leave_neither_memory_nor_files_on_ei
             await asyncio.gather(*(give_up() for _ in range(20)))
             drop()
 
+    pids = (os.getpid(), node.process.pid)
     await storm(300)
-    base = {pid: (open_files(pid), resident_kib(pid)) for pid in (os.getpid(), node.process.pid)}
-    tasks = len(asyncio.all_tasks())
-    await storm(1_000)
-    async with asyncio.timeout(60):
-        while len(asyncio.all_tasks()) > tasks + 2 or any(open_files(pid) > base[pid][0] + 2 for pid in base):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    for pid, (_, memory_kib) in base.items():
-        assert resident_kib(pid) <= memory_kib * 1.1 + 4 * 1024
+    tasks, files = len(asyncio.all_tasks()), {pid: open_files(pid) for pid in pids}
+    for _ in range(STORMS_MAX):
+        before = {pid: resident_kib(pid) for pid in pids}
+        await storm(1_000)
+        async with asyncio.timeout(60):
+            while len(asyncio.all_tasks()) > tasks + 2 or any(open_files(pid) > files[pid] + 2 for pid in pids):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        after = {pid: resident_kib(pid) for pid in pids}
+        if all(after[pid] <= before[pid] * 1.1 + 4 * 1024 for pid in pids):
+            break
+    else:
+        raise AssertionError(f"each storm leaves more: {before} KiB before the last, {after} after it")
     assert len(await read(store, prompt)) == 8
 
 
