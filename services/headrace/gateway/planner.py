@@ -52,13 +52,22 @@ class RoutePlanner:
         self._usual_work_s = 0.0
         self._placed = _Placements(clock)
 
-    def plan(self, request: GenerateRequest, match: PrefixMatch, *, failed: frozenset[WorkerId]) -> Plan:
+    def plan(
+        self,
+        request: GenerateRequest,
+        match: PrefixMatch,
+        *,
+        failed: frozenset[WorkerId],
+        instead_of: Plan | None = None,
+    ) -> Plan:
         """A plan without suspects if there is one, else one with them: a suspect costs a quick failure at worst.
 
+        instead_of: the plan of the attempt before, whose work is not done where it was to be. Other choices of the
+        request have plans of their own, which stand.
         Raises WorkerUnavailable, InvalidRequest, UnknownModel; Overloaded, only when nothing of the request was planned
         before, if its first token would come too late wherever it goes."""
-        if failed:  # a new attempt: what was planned for the one before is not done there
-            self._table.end_work(request.request_id)
+        for worker_id in () if instead_of is None else _workers_of(instead_of):
+            self._table.take_back(request.request_id, worker_id)
         served = self._table.served(request.model, request.decode_worker)
         columns = self._table.columns(served)
         why = ""
@@ -83,9 +92,8 @@ class RoutePlanner:
         raise WorkerUnavailable("", why)
 
     def _remember(self, request: GenerateRequest, plan: Plan) -> None:
-        for record in (plan.prefill, plan.decode):
-            if record is not None:
-                self._table.plan_work(request.request_id, record.worker_id, plan.work_s(record.worker_id))
+        for worker_id in _workers_of(plan):
+            self._table.plan_work(request.request_id, worker_id, plan.work_s(worker_id))
         self._usual_work_s += WORK_WEIGHT * (plan.decision.least_compute_s - self._usual_work_s)
         if request.cache.publish:
             self._placed.add(request, plan)
@@ -99,6 +107,10 @@ class RoutePlanner:
     def ended(self, request_id: RequestId) -> None:
         """A request is over, well or not."""
         self._table.end_work(request_id)
+
+
+def _workers_of(plan: Plan) -> list[WorkerId]:
+    return [record.worker_id for record in (plan.prefill, plan.decode) if record is not None]
 
 
 class _Placements:

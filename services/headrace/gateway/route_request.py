@@ -183,7 +183,7 @@ async def _decode_choice(
     while len(failed) <= ATTEMPTS_MAX:
         if plan is None or failed:
             try:
-                plan = router.planner.plan(choice.request, choice.match, failed=failed)
+                plan = router.planner.plan(choice.request, choice.match, failed=failed, instead_of=plan)
             except (WorkerUnavailable, InvalidRequest) as none_left:
                 # After a failed attempt the caller hears of that; a worker it named may meanwhile have left the table.
                 raise last_error or none_left from None

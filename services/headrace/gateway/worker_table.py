@@ -182,6 +182,15 @@ class WorkerTable:
         """This gateway sends a request's work to a worker; until its record can know of it, the table does."""
         self._planned.setdefault(request_id, []).append(PlannedWork(worker_id, self._clock.now_s(), work_s))
 
+    def take_back(self, request_id: RequestId, worker_id: WorkerId) -> None:
+        """One part of a request's work, planned for this worker, is not done there; without one, nothing."""
+        parts = self._planned.get(request_id, [])
+        part = next((part for part in parts if part.worker_id == worker_id), None)
+        if part is not None:
+            parts.remove(part)
+            if not parts:
+                del self._planned[request_id]
+
     def end_work(self, request_id: RequestId) -> None:
         """The request's prompt is computed, or nobody wants it any more. Idempotent."""
         self._planned.pop(request_id, None)

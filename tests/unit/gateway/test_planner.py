@@ -1,15 +1,19 @@
 """What a gateway knows beyond records when it places requests: its own plans, and what predictions lately lacked."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
-from tiny_gateway import make_worker_record, tiny_gateway
+from tiny_gateway import BLOCK_TOKENS, MODEL, make_namespace, make_worker_record, tiny_gateway
 from virtual_loop import VirtualClock, run_virtual
 
-from headrace.core.block import CacheSource
-from headrace.core.generation import CacheControl, MeasuredWork, RequestId, WorkerId
-from headrace.core.members import LearnedCosts, WorkerRole
+from headrace.core.block import CacheSource, hash_prompt
+from headrace.core.choose_workers import RoutingRule
+from headrace.core.errors import WorkerUnavailable
+from headrace.core.generation import CacheControl, GenerateRequest, MeasuredWork, RequestId, SamplingParams, WorkerId
+from headrace.core.members import NO_MATCH, LearnedCosts, WorkerRole
 from headrace.core.tenants import EVERYBODY
+from headrace.gateway.planner import RoutePlanner
 from headrace.gateway.service import Accepted
 from headrace.gateway.worker_table import RECORD_AGE_MAX_S, WorkerTable
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
@@ -186,3 +190,52 @@ async def test_a_prefill_workers_work_is_planned_for_it_and_not_for_the_decode_w
         await asyncio.gather(task, return_exceptions=True)
         assert queue_of(table, "p0") == 0
         gateway.assert_at_rest()
+
+
+def planned_work(table) -> dict[str, float]:
+    """Seconds of this gateway's prompts that wait, by worker."""
+    columns, found = table.columns(table.served("tiny")), {}
+    waiting = table.waiting(columns)
+    for row, work_s in zip(waiting.rows, waiting.work_s, strict=True) if waiting is not None else ():
+        worker_id = columns.records[row].worker_id
+        found[worker_id] = found.get(worker_id, 0.0) + float(work_s)
+    return found
+
+
+def make_request(request_id: str = "r", **changes) -> GenerateRequest:
+    """Of a prompt of which nobody is taken to have anything meanwhile: nothing is published."""
+    namespace = make_namespace()
+    prompt = hash_prompt(namespace.id, range(30), block_tokens=BLOCK_TOKENS, algorithm=namespace.hash_algorithm)
+    sampling, cache = SamplingParams(max_tokens=2), CacheControl(publish=False)
+    return replace(GenerateRequest(RequestId(request_id), MODEL, prompt, sampling, cache=cache), **changes)
+
+
+@pytest.fixture
+def planner(table, clock) -> RoutePlanner:
+    table.replace(DECODERS)
+    return RoutePlanner(table, RoutingRule(local_prefill_tokens=64), clock=clock)
+
+
+def test_a_new_plan_of_one_choice_leaves_the_others_planned(table, planner):
+    """Fails when a choice whose worker failed takes back what the request's other choices are computing elsewhere."""
+    request = make_request()
+    on_d0, on_d1 = (replace(request, decode_worker=WorkerId(worker_id)) for worker_id in ("d0", "d1"))
+    first = planner.plan(on_d0, NO_MATCH, failed=frozenset())
+    second, third = (planner.plan(on_d1, NO_MATCH, failed=frozenset()) for _ in range(2))
+    each_s = first.work_s(WorkerId("d0"))
+    assert planned_work(table) == pytest.approx({"d0": each_s, "d1": 2 * each_s})
+    planner.plan(request, NO_MATCH, failed=frozenset({WorkerId("d1")}), instead_of=second)
+    assert planned_work(table) == pytest.approx({"d0": 2 * each_s, "d1": each_s})
+    with pytest.raises(WorkerUnavailable):
+        planner.plan(request, NO_MATCH, failed=frozenset({WorkerId("d0"), WorkerId("d1")}), instead_of=third)
+    assert planned_work(table) == pytest.approx({"d0": 2 * each_s})
+    planner.first_token(request.request_id, 0.1)
+    assert planned_work(table) == {}
+    table.check_integrity()
+
+
+def test_the_end_of_one_request_leaves_another_ones_plan_for_the_same_prefix(table, planner):
+    requests = [make_request(name, decode_worker=WorkerId("d0")) for name in ("one", "other")]
+    plans = [planner.plan(each, NO_MATCH, failed=frozenset()) for each in requests]
+    planner.ended(requests[0].request_id)
+    assert planned_work(table) == pytest.approx({"d0": plans[1].work_s(WorkerId("d0"))})
