@@ -224,7 +224,14 @@ class CandidateCosts:
         seconds = np.maximum(late_s, 0.0) + block_s + self.tail_s[decode]
         return np.where(np.equal(decode, prefill), np.inf, seconds)
 
-    def cost_s(self, computing: Ints, decode: Ints, hand_off_s: Floats) -> Floats:
+    def comes_late(self, prefill: int, decode: int, hand_off_s: float) -> bool:
+        """Whether the way between these two costs the first token more than FETCH_SLACK of the seconds in which the
+        decode worker computes the whole prompt, and one round trip: the bound that holds for every load."""
+        link: Any = self.columns.link(self.columns.records[prefill].store_node, CacheSource.GRPC)
+        cold_s = self.columns.prefill.seconds(0, self._num_tokens)[decode]
+        return bool(hand_off_s - self.tail_s[decode] > FETCH_SLACK * cold_s + link.round_trip_s[decode])
+
+    def cost_s(self, computing: int | Ints, decode: int | Ints, hand_off_s: float | Floats) -> Floats:
         """Of plans whose workers are these rows; a plan without a hand-over has the same one twice."""
         cost_s: Floats = self.scores.cost_s[computing] + hand_off_s + self.decode_s[decode] + self.memory_s[decode]
         return cost_s

@@ -74,7 +74,8 @@ def choose_workers(
     """The plan of least predicted cost, as above, among workers that can do the work.
 
     A decode worker computes the prompt itself when that costs no more than having it computed and handed over, and it
-    lacks at most `local_prefill_tokens`; without a prefill worker whose blocks it may read, always.
+    lacks at most `local_prefill_tokens` or the way from the prefill worker is slow; without a prefill worker whose
+    blocks it may read, always.
     tie_break: settles what the rendezvous hash would, smallest wins, for requests without an affinity key.
     Raises InvalidRequest when the request names a worker that cannot serve it.
     """
@@ -114,20 +115,29 @@ class _Choice:
     tie_break: TieBreak | None
 
     def decide(self, prefillers: Ints) -> tuple[int, int, RouteDecision]:
-        """The worker that computes the prompt, the one that decodes (maybe the same), and why."""
+        """The worker that computes the prompt, the one that decodes (maybe the same), and why.
+
+        Handing over is first taken to cost the least that it can; for which pair it is, and what that costs, is looked
+        at only when no decode worker alone is cheaper."""
         costs = self.costs
         alone_s = costs.local_cost_s()[self.decoders]
         prefillers, over_s = self._able_to_hand_over(prefillers)
         barred = self._barred() & (len(prefillers) > 0)
-        alone = np.flatnonzero(~barred)
-        if len(prefillers) and self.request.prefill_worker is not None:
-            alone = alone[:0]
-        if len(alone) and alone_s[alone].min() <= over_s.min(initial=np.inf):
+        may_be_alone = not len(prefillers) or self.request.prefill_worker is None
+        over: tuple[int, int, float] | None = None
+        over_cost_s = float(over_s.min(initial=np.inf))  # at least; what it is for certain, once there is a pair
+        if not may_be_alone or self._least(alone_s, barred) > over_cost_s:
+            prefill, settled_by = self._pick(prefillers, over_s, [(self._beside_decoders(), SettledBy.NEAR)])
+            over = (prefill, *self._pick_decode(prefill))
+            over_cost_s = float(costs.cost_s(*over))
+            if costs.comes_late(*over):
+                barred &= self._memory_is_full()
+        if over is None or (may_be_alone and self._least(alone_s, barred) < over_cost_s):
+            alone = ~barred
             decode, settled_by = self._pick(self.decoders[alone], alone_s[alone], [(-costs.load, SettledBy.LOAD)])
             chosen = (decode, decode, 0.0)
         else:
-            prefill, settled_by = self._pick(prefillers, over_s, [(self._beside_decoders(), SettledBy.NEAR)])
-            chosen = (prefill, *self._pick_decode(prefill))
+            chosen = over
         named = self.request.decode_worker is not None or self.request.prefill_worker is not None
         plans = self._plans(chosen, prefillers, np.concatenate([alone_s, over_s]), barred)
         decision = RouteDecision(
@@ -140,13 +150,22 @@ class _Choice:
         )
         return chosen[0], chosen[1], decision
 
+    @staticmethod
+    def _least(alone_s: Floats, barred: NDArray[np.bool_]) -> float:
+        """Of the decode workers that may compute the prompt; infinite without any."""
+        return float(alone_s[~barred].min(initial=np.inf))
+
+    def _memory_is_full(self) -> NDArray[np.bool_]:
+        full: NDArray[np.bool_] = self.costs.columns.memory_use[self.decoders] >= MEMORY_USE_MAX
+        return full
+
     def _barred(self) -> NDArray[np.bool_]:
         """Decode workers that must not compute this prompt while a prefill worker can, [decoders]. One that prefills
         for others anyway, too, may; what is less than a block can only be computed where it is decoded."""
         columns, block_tokens = self.costs.columns, self.request.prompt.block_tokens
         computed = self.costs.computed_tokens[self.decoders]
         tokens_max_here = max(self.rule.local_prefill_tokens, block_tokens - 1)
-        too_much = (computed > tokens_max_here) | (columns.memory_use[self.decoders] >= MEMORY_USE_MAX)
+        too_much = (computed > tokens_max_here) | self._memory_is_full()
         barred: NDArray[np.bool_] = too_much & ~columns.prefills[self.decoders] & (computed >= block_tokens)
         return barred
 

@@ -160,8 +160,7 @@ def test_no_other_plan_that_was_allowed_costs_less_by_more_than_a_tie(request_, 
         assert terms.device_tokens + terms.loaded_tokens + terms.computed_tokens == decision.prompt_tokens
         assert terms.computed_tokens >= 1
     alone = [terms for terms in decision.others if terms.prefill_worker is None and not terms.barred]
-    if decision.chosen.prefill_worker is None:
-        assert all(decision.chosen.cost_s <= terms.cost_s + TIE_S for terms in alone)
+    assert all(decision.chosen.cost_s <= terms.cost_s + TIE_S for terms in alone)
 
 
 @given(requests(), snapshots(), st.integers(0, 3), st.randoms())
@@ -366,6 +365,41 @@ def test_the_bound_of_local_prefill_is_exact(num_tokens, prefills):
     """Fails when the bound is off by one."""
     plan = choose(make_request(num_tokens), seen([decoder("a"), prefiller("p")], NO_MATCH))
     assert (plan.prefill is not None) == prefills
+
+
+def over_link(bytes_per_s: float, **changes):
+    """A decode worker that has measured its way to the prefill worker's node."""
+    return decoder("a", links=(MeasuredLink("n1", CacheSource.GRPC, bytes_per_s, 0.001),), **changes)
+
+
+def test_a_slow_way_from_the_prefill_worker_lifts_the_bound_of_local_prefill():
+    """Fails when a decode worker waits for blocks over a link that it has measured, longer than it would compute."""
+    block_bytes = make_worker_record("a").namespace.layout.block_bytes
+    for rate, prefills in ((1e9, True), (block_bytes / 0.5, False)):  # half a second a block; computing takes 0.12 s
+        plan = choose(make_request(), seen([over_link(rate), prefiller("p", "n1")]))
+        assert (plan.prefill is not None) == prefills
+        barred = [terms.barred for terms in plan.decision.others if terms.prefill_worker is None]
+        assert barred == (["it lacks more than local_prefill_tokens"] if prefills else [])
+
+
+def test_a_slow_way_is_weighed_against_computing_on_the_decode_worker():
+    """Fails when the bound is lifted without asking what computing there costs."""
+    block_bytes = make_worker_record("a").namespace.layout.block_bytes
+    slow_to_compute = replace(COSTS, prefill_tokens_per_s=10.0)  # 3 s, and 0.7 s for the blocks
+    workers = [over_link(block_bytes / 0.1, costs=slow_to_compute), prefiller("p", "n1")]
+    assert choose(make_request(), seen(workers)).prefill is not None
+
+
+def test_a_full_pool_bars_local_prefill_however_slow_the_way_is():
+    block_bytes = make_worker_record("a").namespace.layout.block_bytes
+    full = over_link(block_bytes / 0.5, running=5, free_blocks=1)
+    assert choose(make_request(), seen([full, prefiller("p", "n1")])).prefill is not None
+
+
+def test_a_busy_prefill_worker_does_not_lift_the_bound():
+    """Fails when waiting for prefill workers is taken for a slow way: decode workers would compute for everybody."""
+    plan = choose(make_request(), seen([over_link(1e9), prefiller("p", "n1", queue_s=5.0)]))
+    assert plan.prefill is not None
 
 
 def test_the_prefill_worker_is_chosen_by_its_own_match_then_nearness():
