@@ -45,7 +45,9 @@ TRACES = (
     b'{"timestamp": 0, "input_length": 20, "output_length": 5, "hash_ids": [1, 2]}\n' * 2,
     b'{"block_size": 16, "requests": [{"t": 0, "in": 20, "out": 5, "hash_runs": [[1, 2]]}]}\n',
     b'{"input": "hello", "output": "world"}\n',
+    b'{"requests": [{"t": 0, "in": 20, "requests": [{"t": 1, "in": 2, "out": 1, "hash_runs": [[1, 9]]}]}]}\n',
 )
+HUGE_TRACE = b'{"requests": [{"t": 0, "in": 1, "hash_runs": [[1, 999999999999]]}]}\n'
 
 
 @pytest.fixture
@@ -114,7 +116,9 @@ def test_any_file_is_a_trace_or_refused(file):
     def check(data):
         read_trace(written(file, data), report=lambda line: None)
 
-    fuzz(mutated(*TRACES), check, refuses=(InvalidRequest,))
+    fuzz(mutated(*TRACES, HUGE_TRACE), check, refuses=(InvalidRequest,))
+    with pytest.raises(InvalidRequest, match="blocks"):
+        check(HUGE_TRACE)
     packed = file.with_suffix(".gz")
     fuzz(
         mutated(*map(gzip.compress, TRACES)),

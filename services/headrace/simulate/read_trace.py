@@ -11,6 +11,7 @@ import csv
 import gzip
 import heapq
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +33,12 @@ GAP_S_MAX = 60.0
 
 # A block of a text trace, whose tokens nobody counted: so many characters for so many tokens.
 TEXT_BLOCK_CHARACTERS, TEXT_BLOCK_TOKENS = 64, 16
+
+# Blocks of one prompt of a conversation, whose ids are counted and not listed in the file: 16 M tokens in blocks of 16.
+BLOCKS_MAX = 1 << 20
+
+# What reading a line raises whose fields are not there, of other kinds, or numbers that are none.
+_NOT_AS_IT_SHOULD_BE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 # Requests between two reports of progress.
 REPORT_EVERY = 5_000
@@ -85,7 +92,7 @@ def read_trace(
         size = block_tokens or _fitting_block_tokens(path, raw)
         prompts: Iterable[_Prompt] = raw
     elif "requests" in first[1]:
-        size = block_tokens or int(first[1].get("block_size", 64))
+        size = block_tokens or _block_size(path, first[1])
         prompts = _interleave(path, users)
     elif "input" in first[1]:
         size, prompts = TEXT_BLOCK_TOKENS, (_prompt_of_text(path, number, line) for number, line in _lines(path))
@@ -115,7 +122,7 @@ def _read_table(path: Path, requests_max: int | None) -> Trace:
             TracedRequest(int(row["ContextTokens"]), (), at_s - times[0], max(1, int(row["GeneratedTokens"])))
             for at_s, row in zip(times, rows, strict=True)
         )
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, csv.Error, *_NOT_AS_IT_SHOULD_BE) as error:
         message = f"{path} is not a table of TIMESTAMP, ContextTokens and GeneratedTokens: {error}"
         raise InvalidRequest(message, param="trace") from error
     if not requests:
@@ -135,6 +142,13 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise InvalidRequest(f"{path} is not a trace of JSON lines: {error}", param="trace") from error
 
 
+def _block_size(path: Path, line: dict[str, Any]) -> int:
+    size = line.get("block_size", 64)
+    if not isinstance(size, int) or not 0 < size <= BLOCKS_MAX:
+        raise InvalidRequest(f"{path}: block_size must be a number of tokens, not {size!r:.40}", param="trace")
+    return size
+
+
 class _Prompt(NamedTuple):
     """One request as a file has it."""
 
@@ -149,18 +163,18 @@ def _prompt_of(path: Path, number: int, line: dict[str, Any]) -> _Prompt:
         return _Prompt(
             int(line["input_length"]),
             [int(block) for block in line["hash_ids"]],
-            float(line.get("timestamp", 0.0)) / 1_000,
+            _finite(line.get("timestamp", 0.0)) / 1_000,
             max(1, int(line.get("output_length", 1))),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except _NOT_AS_IT_SHOULD_BE as error:
         raise InvalidRequest(f"{path}: line {number} lacks input_length or hash_ids", param="trace") from error
 
 
 def _prompt_of_text(path: Path, number: int, line: dict[str, Any]) -> _Prompt:
     """A block is named by the text up to its end; tokens are guessed from characters."""
     try:
-        text, answer, at_us = str(line["input"]), str(line.get("output", "")), float(line.get("timestamp", 0))
-    except (KeyError, TypeError, ValueError) as error:
+        text, answer, at_us = str(line["input"]), str(line.get("output", "")), _finite(line.get("timestamp", 0))
+    except _NOT_AS_IT_SHOULD_BE as error:
         raise InvalidRequest(f"{path}: line {number} lacks input", param="trace") from error
     names, name = [], 0
     for end in range(TEXT_BLOCK_CHARACTERS, len(text) + 1, TEXT_BLOCK_CHARACTERS):
@@ -205,23 +219,25 @@ def _number_blocks(
 def _interleave(path: Path, users: int) -> Iterator[_Prompt]:
     """Requests of conversations as `users` people would send them, each taking the next conversation of the file."""
     conversations = _lines(path)
-    waiting: list[tuple[float, int, Iterator[tuple[float, dict[str, Any]]], int, dict[str, Any]]] = []
+    waiting: list[tuple[float, int, Iterator[tuple[float, _Step]], int, _Step]] = []
 
     def take_next(user: int, now_s: float) -> None:
         for number, line in conversations:
-            steps = _paced(sorted(_flatten(line["requests"], 0.0), key=lambda step: step[0]))
-            for gap_s, request in steps:
-                heapq.heappush(waiting, (now_s + gap_s, user, steps, number, request))
+            try:
+                steps = _paced(sorted(_flatten(line["requests"], 0.0), key=lambda step: step.at_s))
+            except (RecursionError, *_NOT_AS_IT_SHOULD_BE) as error:
+                raise InvalidRequest(f"{path}: line {number} is no conversation: {error!r}", param="trace") from error
+            for gap_s, step in steps:
+                heapq.heappush(waiting, (now_s + gap_s, user, steps, number, step))
                 return
 
     for user in range(users):
         take_next(user, 0.0)
     while waiting:
-        now_s, user, steps, number, request = heapq.heappop(waiting)
-        runs = request["hash_runs"]
+        now_s, user, steps, number, step = heapq.heappop(waiting)
         # Ids are local to a conversation: the line number makes them global.
-        ids = [(number, first + i) for first, count in runs for i in range(count)]
-        yield _Prompt(int(request["in"]), ids, now_s, max(1, int(request.get("out", 1))))
+        ids = [(number, first + i) for first, count in step.runs for i in range(count)]
+        yield _Prompt(step.tokens, ids, now_s, step.output_tokens)
         following = next(steps, None)
         if following is None:
             take_next(user, now_s)
@@ -229,18 +245,37 @@ def _interleave(path: Path, users: int) -> Iterator[_Prompt]:
             heapq.heappush(waiting, (now_s + following[0], user, steps, number, following[1]))
 
 
-def _flatten(requests: list[dict[str, Any]], start_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+class _Step(NamedTuple):
+    """One request of a conversation. runs: (first id, how many) of its blocks."""
+
+    at_s: float
+    tokens: int
+    runs: tuple[tuple[int, int], ...]
+    output_tokens: int
+
+
+def _flatten(requests: list[dict[str, Any]], start_s: float) -> Iterator[_Step]:
     for request in requests:
-        at_s = start_s + float(request["t"])
+        at_s = start_s + _finite(request["t"])
         if "requests" in request:
             yield from _flatten(request["requests"], at_s)
         elif request.get("hash_runs"):
-            yield at_s, request
+            runs = tuple((int(first), int(count)) for first, count in request["hash_runs"])
+            if sum(max(0, count) for _, count in runs) > BLOCKS_MAX:
+                raise ValueError(f"a prompt of more than {BLOCKS_MAX:,} blocks")
+            yield _Step(at_s, int(request["in"]), runs, max(1, int(request.get("out", 1))))
 
 
-def _paced(steps: list[tuple[float, dict[str, Any]]]) -> Iterator[tuple[float, dict[str, Any]]]:
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no time")
+    return number
+
+
+def _paced(steps: list[_Step]) -> Iterator[tuple[float, _Step]]:
     """Each request with the seconds to wait before it, the recorded gap cut at GAP_S_MAX."""
     before_s = None
-    for at_s, request in steps:
-        yield (0.0 if before_s is None else min(GAP_S_MAX, at_s - before_s)), request
-        before_s = at_s
+    for step in steps:
+        yield (0.0 if before_s is None else min(GAP_S_MAX, step.at_s - before_s)), step
+        before_s = step.at_s
