@@ -96,7 +96,7 @@ class DrawnPlans:
         self.decoders = ["decode-a"]
         self.prefillers: list[str | None] = [None]
 
-    def plan(self, request: GenerateRequest, match: PrefixMatch, *, failed) -> Plan:
+    def plan(self, request: GenerateRequest, match: PrefixMatch, *, failed, instead_of: Plan | None = None) -> Plan:
         rng, workers = self.world.rng, self.world.workers
         decoders = [name for name in self.decoders if name not in failed]
         if not decoders:
