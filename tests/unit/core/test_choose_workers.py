@@ -200,6 +200,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_table(request_, snapshot
     ties = {f"w{i}": float(rank) for i, rank in enumerate(order)}
     turned = replace(snapshot, workers=WorkerColumns(list(reversed(snapshot.workers.records))))
     one, other = (choose(request_, each, tie_break=ties.__getitem__) for each in (snapshot, turned))
+    assert type(one) is type(other)
     if isinstance(one, Plan):
         assert (one.decode, one.prefill, one.hint_nodes) == (other.decode, other.prefill, other.hint_nodes)
 
