@@ -211,6 +211,15 @@ def test_containers_may_do_nothing_that_they_do_not_need(name: str):
 
 
 @each_render
+def test_an_autoscaler_may_write_where_the_head_may(name: str):
+    """It runs beside it on a read-only root file system."""
+    cluster = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]
+    if cluster.get("enableInTreeAutoscaling", False):
+        mounted = [mount["mountPath"] for mount in cluster["autoscalerOptions"]["volumeMounts"]]
+        assert mounted[:2] == ["/home/headrace", "/tmp"]
+
+
+@each_render
 def test_no_secret_is_in_plain_text(name: str):
     """Passwords, tokens and keys come from secrets that the chart does not make."""
     manifests = rendered(name)
