@@ -14,9 +14,9 @@ def test_every_worker_is_asked_for_every_source_and_answers_alike(system: LocalS
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["equal"]
+    assert found["same_bits"]
     asked = {(check["worker"], check["source"]) for check in found["checks"]}
-    assert asked == {
-        (worker, source) for worker in system.worker_ids("decode") for source in ("cold", "device", "shared_memory")
-    }
+    sources = ["cold", "device", "shared_memory"] + ["hand_off"] * bool(system.worker_ids("prefill"))
+    assert asked == {(worker, source) for worker in system.worker_ids("decode") for source in sources}
     assert {check["expected_tokens"] for check in found["checks"]} == {0, 96}
-    assert all(check["cached_tokens"] in (0, 96) for check in found["checks"])
+    assert all(check["reused_tokens"] in (0, 96) for check in found["checks"])

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from tiny_model import make_tiny_model
 
-from headrace_cluster.demo import PATHS, TEXT_FILE
+from headrace_cluster.ask_every_path import QUESTIONS
+from headrace_cluster.demo_report import TEXT_FILE
 from headrace_cluster.local_instance import processes_of, read_state
 
 README = Path(__file__).parents[2] / "README.md"
@@ -45,7 +46,7 @@ def headrace(tmp_path_factory: pytest.TempPathFactory):
             text=True,
             env=environment,
             cwd=folder,
-            timeout=150,
+            timeout=300,
             check=False,
         )
 
@@ -59,10 +60,11 @@ def test_the_demo_prints_every_path_equal_to_cold_and_writes_the_same_rows(headr
     done = headrace("demo")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((headrace.folder / ".headrace" / "demo.json").read_text())["rows"]
-    assert [row["path"] for row in rows] == list(PATHS)
+    assert [row["path"] for row in rows] == list(QUESTIONS)
     sources = {"same_worker": "device", "grpc": "grpc"}
     for row in rows:
         assert row["equal_to_cold"]
+        assert row["as_meant"]
         assert row["prompt_tokens"] >= 3_000
         assert row["ttft_ms"] > 0
         cached = {source for source, count in row["cached_tokens"].items() if count}
@@ -86,6 +88,23 @@ def test_the_metrics_count_exactly_the_tokens_that_the_answers_reported(headrace
     assert samples["headrace_prefix_cache_hits_total"] == sum(told.values())
     assert samples["headrace_prefix_cache_queries_total"] == sum(row["prompt_tokens"] for row in rows)
     assert samples["headrace_time_to_first_token_seconds_count"] >= 2 * len(rows)
+
+
+def test_a_system_that_runs_is_asked_by_every_path_and_loses_no_part(headrace):
+    """Fails when a part is killed, or its table has a row that it did not ask for."""
+    state, before = read_state(headrace.folder / "state"), headrace("status", "--json").stdout
+    done = headrace("demo", "--connect", state.grpc_target, "--output", "elsewhere", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["path"] for row in rows] == ["cold", "same_worker", "shared_memory", "grpc"]
+    assert rows == json.loads((headrace.folder / "elsewhere" / "demo.json").read_text())["rows"]
+    assert ids_in(headrace("status", "--json").stdout) == ids_in(before)
+
+
+def ids_in(status: str) -> set[tuple[str, int]]:
+    """Parts and their processes."""
+    told = json.loads(status)
+    return {(part.get("worker_id") or part["node_id"], part["pid"]) for part in told["workers"] + told["store_nodes"]}
 
 
 def test_what_the_demo_left_up_chats_lists_and_evicts(headrace):

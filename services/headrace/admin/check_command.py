@@ -15,9 +15,10 @@ from headrace.core.errors import InvalidRequest
 def cache_verify(*, model: str, address: str, as_json: bool) -> None:
     """Check on a live system that reuse changes no answer: on every worker, from every source, across hosts.
 
-    Each worker that decodes is asked for new prompts of six blocks: cold, from its own memory, from its host's store
-    node, and from the store node beside each other worker, computed there. Takes some requests for each pair of hosts
-    and leaves their prompts in the cache. Exit code 1 when an answer differs from the cold one.
+    Each worker that decodes is asked for new prompts: cold, from its own memory, from its host's store node, from that
+    of each other host, and handed over by each prefill worker. Tokens are compared, and the log-probabilities of the
+    likeliest at each place. Takes some requests for each worker and host, and leaves their prompts in the cache. Exit
+    code 1 when an answer differs from the cold one.
 
     \b
     Examples:
@@ -29,7 +30,7 @@ def cache_verify(*, model: str, address: str, as_json: bool) -> None:
         if len(served) != 1:
             names = ", ".join(each.id for each in served) or "none of that name"
             raise InvalidRequest(f"say which model: {names}", param="model")
-        found = verify_cache(client, model=served[0].id, block_tokens=served[0].block_tokens, report=say)
+        found = verify_cache(client, model=served[0], report=say)
     if as_json:
         print_json(found.as_json())
     else:
@@ -45,11 +46,11 @@ def show(found: CacheReport) -> None:
             check.worker,
             check.store_node,
             check.source if check.computed_on in ("", check.store_node) else f"{check.source} from {check.computed_on}",
-            f"{check.cached_tokens:,} of {check.expected_tokens:,}" if check.expected_tokens else "-",
+            f"{check.reused_tokens:,} of {check.expected_tokens:,}" if check.expected_tokens else "-",
             f"{check.ttft_ms:.0f}",
-            "equal" if check.equal else "DIFFERS",
+            ("equal" if check.same_bits else "equal tokens, other bits") if check.equal else "DIFFERS",
         )
         for check in found.checks
     ]
-    print_table(("worker ", "beside ", "source ", "cached tokens", "TTFT ms", "answer "), rows)
+    print_table(("worker ", "beside ", "source ", "reused tokens", "TTFT ms", "answer "), rows)
     click.echo(found.verdict())

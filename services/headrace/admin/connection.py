@@ -16,6 +16,7 @@ from headrace.config import load_config
 
 ADDRESS_VARIABLE = "HEADRACE_ADDRESS"
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
+APPLICATION_VARIABLE = "HEADRACE_APPLICATION"
 ACCESS_META = "headrace.access"
 TLS_SETTINGS = {
     "tls_ca_file": "Authorities (PEM) of which the gateway's certificate must be; this makes it TLS.",
@@ -47,7 +48,7 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
     command = click.option(
         "--application",
-        envvar="HEADRACE_APPLICATION",
+        envvar=APPLICATION_VARIABLE,
         expose_value=False,
         callback=_remember,
         metavar="NAME",

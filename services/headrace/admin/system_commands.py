@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from headrace.admin.connection import TLS_SETTINGS, state_directory
+from headrace.admin.connection import API_KEY_VARIABLE, APPLICATION_VARIABLE, TLS_SETTINGS, state_directory
 from headrace.admin.setting_flags import ALL_PIECES, setting_options
 from headrace.admin.terminal import (
     EXIT_BAD_SETTING,
@@ -26,6 +26,7 @@ from headrace.admin.terminal import (
     print_table,
     say,
 )
+from headrace.client import Access, HeadraceClient
 from headrace.config import Config, load_config
 from headrace.core.block import KvCodec
 from headrace.core.errors import ConfigInvalid
@@ -36,6 +37,7 @@ ENGINE_MODULES = ("torch", "transformers", "numpy", "redis", "prometheus_client"
 MODULES_NEEDED: dict[str, tuple[str, ...]] = {
     "up": (*ENGINE_MODULES, "ray", "starlette"),
     "demo": (*ENGINE_MODULES, "ray", "starlette"),
+    "demo --connect": (),
     "verify": (*ENGINE_MODULES, "matplotlib"),
     "learn": ("torch", "transformers", "numpy"),
     "diagnose": ("torch", "transformers", "numpy", "matplotlib"),
@@ -183,7 +185,8 @@ def verify(
 
     Runs the same prompts cold, from the worker's own memory, from shared memory, over gRPC and after a store node was
     killed and started again; compares token ids and the bits of the logits; measures decoding with and without KV
-    cache, and memory, as the text grows. Exit code 1 when anything differs.
+    cache, and memory, as the text grows. Exit code 1 when anything differs. It starts its own parts on this machine; a
+    system that runs, on one host or on many, is asked by `headrace cache verify --address HOST:PORT`.
 
     With --codec it measures instead what a lossy KV codec does to answers: logits, greedy tokens and perplexity on a
     hundred prompts. The outcome is remembered and shown where the codec is chosen.
@@ -226,19 +229,33 @@ def _verify_codec(config: Config, codec: str, generated_tokens: int, *, as_json:
 
 @click.command(short_help="Show that killing parts changes no answer.")
 @setting_options(*ALL_PIECES)
+@click.option(
+    "--connect",
+    metavar="HOST:PORT",
+    default="",
+    help="gRPC address of a system that runs: ask it, and kill nothing. Its API key and application, if any, are "
+    "HEADRACE_API_KEY and HEADRACE_APPLICATION.",
+)
 @click.option("--output", type=click.Path(file_okay=False), default=".headrace", help="Where demo.json goes.")
 @json_option
-def demo(*, flags: dict[str, Any], config_file: str | None, output: str, as_json: bool) -> None:
+def demo(*, flags: dict[str, Any], config_file: str | None, connect: str, output: str, as_json: bool) -> None:
     """Start a system, send it prompts that share a long prefix, kill parts of it, and show that no answer changed.
 
-    Leaves the system up. Exit code 1 when an answer differs from the cold one.
+    Leaves the system up. With --connect it asks a system that runs elsewhere, on one host or on many, by every path
+    that takes no kill. Exit code 1 when an answer differs from the cold one, or a prefix did not come by its path.
 
     \b
-    Example:
+    Examples:
       headrace demo
+      headrace demo --connect 10.0.0.2:9000
     """
-    run_demo = load_function("headrace_cluster.demo:run_demo", command="demo", extra="all")
-    found = run_demo(load_config(flags, config_file=config_file), output=Path(output), report=say)
+    config = load_config(flags, config_file=config_file)
+    if connect:
+        found, state = _ask_elsewhere(connect, config), None
+    else:
+        run_demo = load_function("headrace_cluster.demo:demo", command="demo", extra="all")
+        found, state = run_demo(config, report=say)
+    file = found.write(Path(output))
     if as_json:
         print_json(found.as_json())
     else:
@@ -246,8 +263,26 @@ def demo(*, flags: dict[str, Any], config_file: str | None, output: str, as_json
             click.echo(line)
         title, columns, rows = found.table()
         print_table(columns, rows, title=title)
-        for line in found.closing():
-            click.echo(line)
-        _print_next_steps(flags, found.state)
+        click.echo(found.verdict())
+        click.echo(f"The same rows are in {file}.")
+        if state is not None:
+            click.echo(f"\nThe system is up: {state.http_url}/v1 (OpenAI-compatible), {state.grpc_target} (gRPC).")
+            _print_next_steps(flags, state)
     if not found.equal:
         raise SystemExit(EXIT_CHECK_FAILED)
+
+
+def _ask_elsewhere(address: str, config: Config) -> Any:
+    """The rows of a system that this command did not start and whose parts it must not kill."""
+    ask_every_path = load_function(
+        "headrace_cluster.ask_every_path:ask_every_path", command="demo --connect", extra="all"
+    )
+    access: Access = {
+        "api_key": os.environ.get(API_KEY_VARIABLE, ""),
+        "application": os.environ.get(APPLICATION_VARIABLE, ""),
+        "tls_ca_file": config.network.tls_ca_file,
+        "tls_cert_file": config.network.tls_cert_file,
+        "tls_key_file": config.network.tls_key_file,
+    }
+    with HeadraceClient(address, **access) as client:
+        return ask_every_path(client, kill=None, report=say)

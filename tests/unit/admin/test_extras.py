@@ -22,5 +22,11 @@ def test_a_command_without_its_extra_names_it(command):
     assert "pip install 'headrace[" in done.stderr
 
 
+def test_a_demo_on_a_system_that_runs_elsewhere_needs_no_extra():
+    """Fails when asking a system imports what starting one takes. Nobody listens there: exit code 6."""
+    done = run_without("demo", "--connect", "127.0.0.1:1")
+    assert done.returncode == 6, done.stderr
+
+
 def test_help_and_settings_work_without_any_extra():
     assert run_without("config", "show", "--json").returncode == 0
