@@ -160,7 +160,6 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Wo
         trust_group=config.gateway.trust_group,
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
         report=log.info,
-        by_parts=True,
     )
     return join_worker(model, config, role=role, worker_id=worker_id)
 

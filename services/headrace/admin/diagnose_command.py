@@ -77,7 +77,11 @@ def _show(found: Any) -> None:
     print_table(
         ["sequences", "KV passes the weights at", "memory is full at"],
         [
-            [str(row.sequences), f"{row.kv_passes_weights_tokens:,} tokens each", f"{row.fit_tokens:,} tokens each"]
+            [str(row.sequences), _tokens_each(row.kv_passes_weights_tokens), _tokens_each(row.fit_tokens)]
             for row in found.memory
         ],
     )
+
+
+def _tokens_each(tokens: int | None) -> str:
+    return "never (windows)" if tokens is None else f"{tokens:,} tokens each"

@@ -153,6 +153,13 @@ def _show(found: Any, model: ModelShape, targets: Any, *, concurrencies: Sequenc
         f"one worker: {found.device_tokens:,} tokens in GPU memory ({found.device_blocks:,} blocks of "
         f"{found.block_tokens}), {found.host_tokens:,} in host memory"
     )
+    if found.windows is not None:
+        row = found.windows
+        click.echo(
+            f"windows: {row.layers} of {model.layers} layers read the last {row.widest_tokens:,} tokens; of a sequence "
+            f"of {row.context_tokens:,} tokens a worker holds {row.held_share:.0%} of all KV at most, a decode step "
+            f"reads {row.seen_share:.0%} and a hit moves {row.moved_share:.0%}; the store keeps all"
+        )
     prefill, decode = found.prefill, found.decode
     click.echo(
         f"rates: prefill {prefill.tokens_per_s:,.0f} tokens/s and {prefill.attention_s * 1e9:.2f} ns a pair of tokens; "

@@ -21,7 +21,7 @@ from headrace.core.block import HashAlgorithm
 from headrace.diagnose.diagnose_model import model_work
 from headrace.diagnose.measure_machine import measure_bytes_per_s
 from headrace.engine.load_model import LoadedModel, load_model
-from headrace.engine.model_runner import SequenceStep
+from headrace.engine.lone_sequence import LonePool, LoneSequence
 from headrace.engine.thread_choice import SETTLING_STEPS
 
 Report = Callable[[str], None]
@@ -89,7 +89,6 @@ def measure_engine(config: Config, *, report: Report, extent: Extent = FULL, pee
     chunk = config.engine.prefill_chunk_tokens
     works = [_prefill(model, plain, tokens, chunk) for tokens in extent.prompts if tokens <= limit]
     for context in (context for context in extent.contexts if context <= limit):
-        _fill(model, context, max(extent.batches), chunk)
         works += [_decode(model, plain, batch, context, extent.steps) for batch in extent.batches]
     context_to_again_s: dict[int, list[float]] = {}
     with _peer(peer_python, model, works, report) as vllm:
@@ -136,11 +135,11 @@ def _peer(
 def _load(config: Config, extent: Extent, report: Report) -> LoadedModel:
     """With a pool for the largest batch at the longest context, and for the longest prompt."""
     block = config.engine.block_tokens
-    decoding = max(extent.batches) * (max(extent.contexts) + extent.steps + 2 * block)
+    decoding = max(extent.batches) * (max(extent.contexts) + max(extent.steps, SETTLING_STEPS) + 2 * block)
     wanted = max(decoding, max(extent.prompts, default=0) + 2 * block)
     return load_model(
         config.model,
-        replace(config.engine, pool_tokens=-(-wanted // block) * block),
+        replace(config.engine, pool_tokens=-(-wanted // block) * block, batch_sequences_max=max(extent.batches)),
         trust_group=config.gateway.trust_group,
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
         report=report,
@@ -157,42 +156,23 @@ def _prefill(model: LoadedModel, plain: PlainTransformers, tokens: int, chunk: i
 
 
 def _compute_prompt(model: LoadedModel, tokens: int, chunk: int) -> None:
-    """In the pool's first blocks."""
+    """In steps as a worker takes them."""
     vocab_size = model.runner.model.config.vocab_size
     prompt = [(7_919 * position + 1) % vocab_size for position in range(tokens)]
-    table = tuple(range(-(-tokens // model.kv.layout.block_tokens)))
-    for start in range(0, tokens, chunk):
-        part = tuple(prompt[start : start + chunk])
-        model.runner.run_step([SequenceStep(part, start, table, int(start + chunk >= tokens))])
-
-
-def _fill(model: LoadedModel, context: int, batch: int, chunk: int) -> None:
-    """KV of `context` tokens for each sequence of `_tables`: computed once, then copied, so that each has its own."""
-    _compute_prompt(model, context, chunk)
-    payload = memoryview(bytearray(model.kv.layout.block_bytes))
-    first, *others = _tables(model, context, batch)
-    for index in range(-(-context // model.kv.layout.block_tokens)):
-        model.kv.read_block(first[index], payload)
-        for table in others:
-            model.kv.write_block(table[index], payload)
-
-
-def _tables(model: LoadedModel, context: int, batch: int) -> list[tuple[int, ...]]:
-    blocks = -(-context // model.kv.layout.block_tokens) + 1
-    return [tuple(range(which * blocks, (which + 1) * blocks)) for which in range(batch)]
+    for step in LoneSequence(LonePool(model)).steps(prompt, rows=chunk):
+        model.runner.run_step([step])
 
 
 def _decode(model: LoadedModel, plain: PlainTransformers, batch: int, context: int, steps: int) -> _Work:
-    tables = _tables(model, context, batch)
     prepared: list[Callable[[], float]] = []
     settled: list[bool] = []
 
     def decode(num_steps: int) -> None:
-        tokens = [1] * batch
-        for done in range(num_steps):
-            parts = [
-                SequenceStep((token,), context + done, table, 1) for token, table in zip(tokens, tables, strict=True)
-            ]
+        # The KV of the context is whatever the pool holds: any numbers take as long as any others.
+        tokens, pool = [1] * batch, LonePool(model)
+        sequences = [LoneSequence(pool, begin=context) for _ in range(batch)]
+        for _ in range(num_steps):
+            parts = [each.step((token,), num_logits=1) for each, token in zip(sequences, tokens, strict=True)]
             tokens = model.runner.run_step(parts).argmax(dim=-1).tolist()
 
     def ours() -> float:

@@ -24,8 +24,8 @@ from headrace.engine.drafter import NGRAM, OFF
 from headrace.engine.engine import Engine
 from headrace.engine.load_drafter import load_drafter
 from headrace.engine.load_model import LoadedModel, load_model
+from headrace.engine.make_pool import with_pool
 from headrace.verify.run_requests import answer_prompt
-from headrace.verify.verify_together import with_pool
 
 Report = Callable[[str], None]
 

@@ -10,6 +10,8 @@ file owns the arithmetic between windows and blocks; whoever keeps, loads or cou
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
+
 
 @dataclass(frozen=True, slots=True)
 class KeyWindow:
@@ -65,3 +67,11 @@ def model_window(windows: Iterable[int | None], *, block_tokens: int) -> KeyWind
             return KeyWindow(None, block_tokens)
         widest = max(widest, window)
     return KeyWindow(max(widest, block_tokens + 1) if widest else None, block_tokens)
+
+
+def near_parts(num_blocks: int, sequences: int, window: KeyWindow) -> int:
+    """Near parts that a pool of `num_blocks` wide ones has: as many as so many sequences can hold at once, however long
+    they are, and those of blocks that wait to be published, which a window may have passed. Never more than wide ones.
+    """
+    num_held = sequences * window.held_blocks(num_blocks)
+    return min(num_blocks, num_held + PUBLISH_QUEUE_BLOCKS + PUBLISH_BATCH_BLOCKS)

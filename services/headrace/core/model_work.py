@@ -1,11 +1,14 @@
 """What computing with a model multiplies and reads, and the least time that a machine needs for it (its roofline).
 
 Pure arithmetic over a dense decoder: every weight of its linear layers is used once for each token, and every pair of a
-query and a key it may see costs one product with the key and one with the value. Norms, activations and rotations are
-left out: they are some per cent of the operations. Williams et al., "Roofline", CACM 2009, has the model of a machine.
+query and a key it may see costs one product with the key and one with the value; a layer with a window sees no more
+keys than that (`layer_windows.py`). Norms, activations and rotations are left out: they are some per cent of the
+operations. Williams et al., "Roofline", CACM 2009, has the model of a machine.
 """
 
 from dataclasses import dataclass
+
+from headrace.core.layer_windows import LayerWindows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,14 @@ class ModelWork:
     layer_weights: int  # numbers in the linear layers of all blocks
     output_weights: int  # numbers in the output layer, which only rows that want logits go through
     weight_bytes: int  # of one number
-    attention_width: int  # layers x query heads x head_dim
-    kv_token_bytes: int
+    layer_attention_width: int  # of one layer: query heads x head_dim
+    layer_kv_bytes: int  # of one token in one layer
+    windows: LayerWindows
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV of one token in all layers, whatever they see of it later."""
+        return self.windows.num_layers * self.layer_kv_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -58,16 +67,18 @@ class ModelWork:
         return (self.layer_weights + self.output_weights) * self.weight_bytes
 
     def decode_step(self, sequences: int, context_tokens: int) -> Work:
-        """One token for each of `sequences`, each behind `context_tokens` others: the weights once, each KV once."""
-        keys = context_tokens + 1
-        flops = 2 * (self.layer_weights + self.output_weights) + 4 * self.attention_width * keys
-        return Work(sequences * flops, self.step_bytes + sequences * keys * self.kv_token_bytes)
+        """One token for each of `sequences`, each behind `context_tokens` others: the weights once, and of each
+        sequence's KV once what its layers see."""
+        keys = self.windows.keys_read(context_tokens + 1)
+        flops = 2 * (self.layer_weights + self.output_weights) + 4 * self.layer_attention_width * keys
+        return Work(sequences * flops, self.step_bytes + sequences * keys * self.layer_kv_bytes)
 
     def prefill(self, tokens: int, context_tokens: int = 0) -> Work:
         """`tokens` of one prompt in one step, behind `context_tokens` that are there; logits of the last one."""
-        pairs = tokens * context_tokens + tokens * (tokens + 1) / 2
-        flops = 2 * (self.layer_weights * tokens + self.output_weights) + 4 * self.attention_width * pairs
-        return Work(flops, self.step_bytes + (context_tokens + tokens) * self.kv_token_bytes)
+        pairs = self.windows.pairs(tokens, context_tokens)
+        flops = 2 * (self.layer_weights * tokens + self.output_weights) + 4 * self.layer_attention_width * pairs
+        touched = self.windows.keys_touched(tokens, context_tokens)
+        return Work(flops, self.step_bytes + touched * self.layer_kv_bytes)
 
     def compute_bound_batch(self, context_tokens: int, limits: MachineLimits) -> float | None:
         """Sequences from which on a decode step is limited by arithmetic, b in `b x flops / F = (W + b x KV) / B`.
@@ -79,7 +90,7 @@ class ModelWork:
         gained_s = one.flops / limits.flops_per_s - kv_bytes / limits.bytes_per_s
         return self.step_bytes / limits.bytes_per_s / gained_s if gained_s > 0 else None
 
-    @property
-    def kv_passes_weights_tokens(self) -> int:
-        """Tokens of KV, in all sequences together, from which on a step reads more KV than weights."""
-        return -(-self.step_bytes // self.kv_token_bytes)
+    def kv_passes_weights_tokens(self, sequences: int = 1) -> int | None:
+        """Tokens of each of so many sequences from which on a step reads more KV than weights; None: it never does,
+        since windows bound what it reads."""
+        return self.windows.context_of(self.step_bytes / (sequences * self.layer_kv_bytes))

@@ -115,7 +115,7 @@ class _BackgroundPublication:
         if self._publication is None:
             self._publication = Publication(self._request.cache.retention, node_id=self._held.home_node)
             reused_blocks = [] if self._held.home_node else self._worker.take_reused(self._held, self._request)
-            self._backup.publishes(self._publication, first_block=0 if reused_blocks else block.position)
+            self._backup.publishes(self._publication, first_block=(reused_blocks or [block])[0].position)
             for reused in reused_blocks:
                 self._worker.publisher.offer(self._publication, reused)
         self._worker.publisher.offer(self._publication, block)

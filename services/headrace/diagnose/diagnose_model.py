@@ -20,7 +20,7 @@ from headrace.core.block import HashAlgorithm
 from headrace.core.model_work import MachineLimits, ModelWork, Work
 from headrace.diagnose.measure_machine import measure_machine
 from headrace.engine.load_model import LoadedModel, load_model
-from headrace.engine.model_runner import SequenceStep
+from headrace.engine.lone_sequence import LonePool, LoneSequence
 
 Report = Callable[[str], None]
 
@@ -55,8 +55,8 @@ class MemoryRow:
     """So many sequences at once: how long each may be."""
 
     sequences: int
-    kv_passes_weights_tokens: int  # from there on a step reads more KV than weights
-    fit_tokens: int  # at which the machine's free memory is full of KV
+    kv_passes_weights_tokens: int | None  # from there on a step reads more KV than weights; None: never, for windows
+    fit_tokens: int | None  # at which the machine's free memory is full of KV; None: never, for windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,18 @@ def diagnose_model(config: Config, *, report: Report) -> Diagnosis:
     report("measuring the machine: large products, and reading memory from end to end")
     threads = torch.get_num_threads()
     limits = measure_machine(model.runner.model.dtype, model.kv.device, threads=threads)
-    context_max = model.kv.num_blocks * model.kv.layout.block_tokens // max(DECODE_BATCHES)
-    steps = [_prefill_row(model, work, limits, tokens, report) for tokens in PREFILL_TOKENS if tokens <= context_max]
+    block_tokens = model.kv.layout.block_tokens
+    context_max = model.kv.num_blocks * block_tokens // max(DECODE_BATCHES)
+    rows_max = min(context_max, LonePool(model).step_rows(max(PREFILL_TOKENS)))
+    steps = [_prefill_row(model, work, limits, tokens, report) for tokens in PREFILL_TOKENS if tokens <= rows_max]
     steps += [
         _decode_row(model, work, limits, batch, context, report)
         for context in DECODE_CONTEXTS
         if context + STEPS_MEASURED < context_max
         for batch in DECODE_BATCHES
     ]
-    free_bytes = _free_bytes(model.kv.device) + model.kv.num_blocks * model.kv.layout.block_bytes
+    free_bytes = _free_bytes(model.kv.device) + model.kv.num_bytes
+    room = free_bytes / model.layer_token_bytes
     return Diagnosis(
         model=model.name,
         dtype=model.kv.layout.dtype,
@@ -107,8 +110,8 @@ def diagnose_model(config: Config, *, report: Report) -> Diagnosis:
         memory=tuple(
             MemoryRow(
                 sequences=sequences,
-                kv_passes_weights_tokens=-(-work.kv_passes_weights_tokens // sequences),
-                fit_tokens=free_bytes // work.kv_token_bytes // sequences,
+                kv_passes_weights_tokens=work.kv_passes_weights_tokens(sequences),
+                fit_tokens=model.windows.fitting_tokens(room, sequences, block_tokens=block_tokens),
             )
             for sequences in SEQUENCES_SHOWN
         ),
@@ -141,8 +144,9 @@ def model_work(model: LoadedModel) -> ModelWork:
         layer_weights=layer_weights,
         output_weights=output.numel(),
         weight_bytes=torch.finfo(model.runner.model.dtype).bits // 8,
-        attention_width=layout.num_layers * config.get_text_config().num_attention_heads * layout.head_dim,
-        kv_token_bytes=layout.token_bytes,
+        layer_attention_width=config.get_text_config().num_attention_heads * layout.head_dim,
+        layer_kv_bytes=model.layer_token_bytes,
+        windows=model.windows,
     )
 
 
@@ -151,7 +155,11 @@ def _load(config: Config, report: Report) -> LoadedModel:
     wanted = max(DECODE_BATCHES) * (max(DECODE_CONTEXTS) + 2 * config.engine.block_tokens)
     return load_model(
         config.model,
-        replace(config.engine, pool_tokens=max(wanted, 2 * config.engine.block_tokens)),
+        replace(
+            config.engine,
+            pool_tokens=max(wanted, 2 * config.engine.block_tokens),
+            batch_sequences_max=max(DECODE_BATCHES),
+        ),
         trust_group=config.gateway.trust_group,
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
         report=report,
@@ -159,21 +167,25 @@ def _load(config: Config, report: Report) -> LoadedModel:
 
 
 def _prefill_row(model: LoadedModel, work: ModelWork, limits: MachineLimits, tokens: int, report: Report) -> StepRow:
-    table = tuple(range(-(-tokens // model.kv.layout.block_tokens)))
-    step = SequenceStep(tuple(range(1, tokens + 1)), 0, table, 1)
-    measured_s = _median_seconds(lambda _: model.runner.run_step([step]))
-    return _row("prefill", 1, tokens, work.prefill(tokens), limits, measured_s, report)
+    token_ids = range(1, tokens + 1)
+
+    def step(_: int) -> object:
+        return model.runner.run_step([LoneSequence(LonePool(model)).step(token_ids, num_logits=1)])
+
+    return _row("prefill", 1, tokens, work.prefill(tokens), limits, _median_seconds(step), report)
 
 
 def _decode_row(
     model: LoadedModel, work: ModelWork, limits: MachineLimits, batch: int, context: int, report: Report
 ) -> StepRow:
     """The KV of the context is whatever the pool holds: zeros or old numbers take as long as any others."""
-    blocks = -(-(context + STEPS_MEASURED + 1) // model.kv.layout.block_tokens)
-    tables = [tuple(range(first * blocks, (first + 1) * blocks)) for first in range(batch)]
+    pool = LonePool(model)
+    sequences = [LoneSequence(pool, begin=context) for _ in range(batch)]
 
     def step(number: int) -> object:
-        return model.runner.run_step([SequenceStep((1,), context + number, table, 1) for table in tables])
+        for each in sequences:
+            each.go_back(context + number)
+        return model.runner.run_step([each.step((1,), num_logits=1) for each in sequences])
 
     return _row("decode", batch, context, work.decode_step(batch, context), limits, _median_seconds(step), report)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from headrace.diagnose.diagnose_model import Diagnosis, StepRow
+from headrace.diagnose.diagnose_model import Diagnosis, MemoryRow, StepRow
 
 # Steps that take so many times their least are limited by what is around them, not by arithmetic or memory.
 OVERHEAD_RATIO = 2.0
@@ -82,17 +82,44 @@ def _crossover(found: Diagnosis) -> Iterator[str]:
 
 
 def _kv(found: Diagnosis) -> Iterator[str]:
-    work, one = found.work, found.memory[0]
-    yield (
-        f"A token's KV is {work.kv_token_bytes:,} bytes. From {one.kv_passes_weights_tokens:,} tokens on, in all "
-        f"sequences together, a decode step reads more KV than weights."
+    work = found.work
+    yield f"A token's KV is {work.kv_token_bytes:,} bytes.{_windows(found)}"
+    passes = [row for row in found.memory if row.kv_passes_weights_tokens is not None]
+    if passes:
+        yield (
+            f"With {_sequences(passes[0])} of {passes[0].kv_passes_weights_tokens:,} tokens a decode step reads as "
+            "much KV as weights, and beyond that more."
+        )
+    else:
+        yield "A decode step reads more weights than KV, however long its sequences are: their windows bound it."
+    full = [row for row in found.memory if row.fit_tokens is not None]
+    if full:
+        ways = [f"{_sequences(row)} of {row.fit_tokens:,} tokens" for row in dict.fromkeys((full[0], full[-1]))]
+        yield (
+            f"{found.free_bytes / 1e9:,.1f} GB are free for KV, which {' or '.join(ways)} fill; beyond that sequences "
+            "wait, or are computed again. int8 KV nearly doubles it."
+        )
+    else:
+        yield (
+            f"{found.free_bytes / 1e9:,.1f} GB are free for KV: room for {found.memory[-1].sequences} sequences, "
+            "however long they are, since windows bound what they hold."
+        )
+
+
+def _windows(found: Diagnosis) -> str:
+    """What windows make of it, where there are some."""
+    windows = found.work.windows
+    if windows.widest is None:
+        return ""
+    num_layers = sum(window is not None for window in windows.tokens)
+    return (
+        f" {num_layers} of {windows.num_layers} layers read the last {windows.widest:,} at most, and of theirs a "
+        "sequence holds two windows and two blocks."
     )
-    largest = found.memory[-1]
-    yield (
-        f"{found.free_bytes / 1e9:,.1f} GB are free for KV: {one.fit_tokens:,} tokens, as in {largest.sequences} "
-        f"sequences of {largest.fit_tokens:,}; beyond that sequences wait, or are computed again. int8 KV "
-        "nearly doubles it."
-    )
+
+
+def _sequences(row: MemoryRow) -> str:
+    return "one sequence" if row.sequences == 1 else f"{row.sequences} sequences"
 
 
 def _limited(row: StepRow) -> str:

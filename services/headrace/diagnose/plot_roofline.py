@@ -50,17 +50,18 @@ def plot_roofline(found: Diagnosis, path: Path) -> None:
     )  # fmt: skip
     roof.legend(loc="lower right")
 
-    most = max(2 * work.kv_passes_weights_tokens, 1)
+    passes, windows = work.kv_passes_weights_tokens(), work.windows
+    most = 2 * (passes or windows.widest or 1)
     tokens = [most * step / 64 for step in range(65)]
-    memory.plot(tokens, [t * work.kv_token_bytes / 1e6 for t in tokens], color="#a5563a", label="KV")
+    kv_mb = [windows.keys_read(count) * work.layer_kv_bytes / 1e6 for count in tokens]
+    memory.plot(tokens, kv_mb, color="#a5563a", label="KV")
     memory.axhline(work.step_bytes / 1e6, color="#3a6ea5", label="weights")
-    memory.axvline(work.kv_passes_weights_tokens, color="grey", linestyle=":", linewidth=1)
-    memory.annotate(
-        f"{work.kv_passes_weights_tokens:,} tokens", (work.kv_passes_weights_tokens, 0), xytext=(4, 8),
-        textcoords="offset points",
-    )  # fmt: skip
+    if passes is not None:
+        memory.axvline(passes, color="grey", linestyle=":", linewidth=1)
+        memory.annotate(f"{passes:,} tokens", (passes, 0), xytext=(4, 8), textcoords="offset points")
+    together = "in all sequences together" if windows.widest is None else "of one sequence"
     memory.set(
-        xlim=(0, None), ylim=(0, None), xlabel="tokens of context, in all sequences together",
+        xlim=(0, None), ylim=(0, None), xlabel=f"tokens of context, {together}",
         ylabel="MB read in a decode step", title="When KV passes the weights",
     )  # fmt: skip
     memory.legend(loc="upper left")

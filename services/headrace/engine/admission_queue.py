@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from headrace.core.block import HashedPrompt
@@ -23,6 +23,7 @@ from headrace.core.limits import (
 )
 from headrace.core.queue_order import Claim
 from headrace.engine.block_pool import BlockPool, Short
+from headrace.engine.block_table import BlockTable
 from headrace.engine.turns import Turns
 
 
@@ -34,27 +35,21 @@ class AdmissionState(Enum):
     RELEASED = "released"  # nobody
 
 
-@dataclass(slots=True, eq=False)
-class Admission:
-    """A prompt with blocks to compute it in. `block_ids` is the block table, from block `first_block` of the sequence
-    on: what is before, the model's window has passed. It is the engine's once a run started.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Admission(BlockTable):
+    """A prompt with blocks to compute it in. The table is the engine's once a run started.
 
     Blocks [0, num_device_blocks) were found in the pool by hash, and hold the prompt's KV already, where it is needed.
     """
 
     prompt: HashedPrompt
-    block_ids: list[int]
-    first_block: int
     num_device_blocks: int
     use_device: bool
     num_valid_blocks: int  # leading blocks that hold the prompt's KV and may be shared: not to be written any more
     key: int  # grows in the order of admission
     ttl_s: float  # how long what this sequence uses or leaves in the pool is kept after the last use
     claim: Claim  # its place among those who wait to be computed
-    state: AdmissionState = field(default=AdmissionState.HELD)
-    # Of a pool of two parts: which blocks have near ones.
-    first_near: int = 0
-    end_near: int = 0
+    state: AdmissionState = AdmissionState.HELD
 
 
 @dataclass(slots=True, eq=False)

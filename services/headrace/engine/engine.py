@@ -8,7 +8,7 @@ It knows nothing of stores, of the index or of where loaded bytes came from.
 """
 
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from tokenizers import Tokenizer
 
@@ -17,16 +17,13 @@ from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import EvictReport, EvictSelector, SamplingParams
-from headrace.core.key_window import EVERYTHING
 from headrace.core.speculation_stats import SpeculationStats
 from headrace.engine.admission_queue import Admission, AdmissionQueue, AdmissionState
-from headrace.engine.block_pool import BlockPool
 from headrace.engine.drafter import Drafter
 from headrace.engine.event_stream import EngineEvent, EventStream, FilledBlock, RunFinished
 from headrace.engine.evict_device import evict_device
-from headrace.engine.layered_kv import LayeredKV
-from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel
+from headrace.engine.make_pool import make_pool
 from headrace.engine.prefix_backup import PrefixBackup
 from headrace.engine.run import Run, RunLimits
 from headrace.engine.schedule_step import StepLimits
@@ -48,8 +45,8 @@ class Engine:
         self.model = model
         self.kv = model.kv
         self.window = model.window
-        self.near_window = model.kv.near_window if isinstance(model.kv, LayeredKV) else EVERYTHING
-        self.pool = _account_of(model, clock, self._on_freed)
+        self.near_window = model.near_window
+        self.pool = make_pool(model.kv, model.window, clock=clock, on_freed=self._on_freed)
         self._block_tokens = model.kv.layout.block_tokens
         # A sequence can be as long as the model and the whole pool allow.
         self.context_tokens_max = model.context_tokens_max
@@ -254,8 +251,7 @@ class Engine:
             limits=self._run_limits,
             tokenizer=self._tokenizer,
             hash_algorithm=self.model.namespace.hash_algorithm,
-            # Of a windowed model the store has what the window reads, and a table begins there: it computes again.
-            backup=None if self.window.bounded else backup,
+            backup=backup,
         )
         self.steps.submit(run)
         return run
@@ -285,13 +281,3 @@ class Engine:
         self.steps.look_again()
         if self._queue.num_waiting:
             self.steps.call_on_loop(self._queue.grant)
-
-
-def _account_of(model: LoadedModel, clock: Clock, on_freed: Callable[[], None]) -> BlockPool:
-    """The account of a model's pool, of one or of two parts."""
-    kv = model.kv
-    if isinstance(kv, LayeredKV):
-        return LayeredPool(
-            kv.num_blocks, num_near=kv.num_near, near_window=kv.near_window, clock=clock, on_freed=on_freed
-        )
-    return BlockPool(kv.num_blocks, clock=clock, on_freed=on_freed, window=model.window)

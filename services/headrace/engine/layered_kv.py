@@ -13,8 +13,7 @@ import torch
 from headrace.blocks.two_parts import TwoPartPool
 from headrace.config import EngineSettings
 from headrace.core.block import KvLayout
-from headrace.core.key_window import KeyWindow, model_window
-from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
+from headrace.core.key_window import KeyWindow, model_window, near_parts
 from headrace.core.part_ids import PartIds
 from headrace.engine.paged_kv import PagedKV
 
@@ -59,10 +58,22 @@ class LayeredKV:
         """Whether this layer of the model has a window."""
         return self.windows[layer] is not None
 
+    @property
+    def num_bytes(self) -> int:
+        """As PagedKV.num_bytes."""
+        return self.wide.num_bytes + self.near.num_bytes
+
     def whole_blocks(self, num_blocks: int) -> list[int]:
-        """So many blocks of both parts, for those who use a pool without an account of it."""
+        """As PagedKV.whole_blocks, each with both parts."""
         assert num_blocks <= min(self.num_blocks, self.num_near), "the pool has fewer near parts"
         return [self.parts.join(each, each) for each in range(num_blocks)]
+
+    def block(self, block_id: int) -> torch.Tensor:
+        """As PagedKV.block, of a block with both parts, layers in the model's order; a copy."""
+        near = self.parts.near_of(block_id)
+        assert near is not None
+        blocks = self.wide.block(self.parts.wide_of(block_id)), self.near.block(near)
+        return torch.stack([blocks[self.is_near(layer)][place] for layer, place in sorted(self.place_of.items())])
 
     def near_table(self, block_ids: Sequence[int], *, first_needed: int) -> list[int]:
         """The near part of each block; of those before `first_needed`, and of such as have none, the zero one."""
@@ -102,12 +113,6 @@ def make_kv(
     return LayeredKV(layout, num_blocks, windows=windows, num_near=num_near, device=device)
 
 
-def near_layers(windows: Mapping[int, int | None]) -> int:
-    """How many layers a block's near part has: none where all have a window, or none has."""
-    windowed = sum(window is not None for window in windows.values())
-    return 0 if windowed == len(windows) else windowed
-
-
 @dataclass(frozen=True, slots=True)
 class NearRoom:
     """What a worker's pool has for near parts."""
@@ -117,12 +122,10 @@ class NearRoom:
 
 
 def near_room(windows: Mapping[int, int | None], layout: KvLayout, engine: EngineSettings) -> NearRoom:
-    """As many near parts as a whole batch can hold at once, however long its sequences are, and those of blocks that
-    wait to be published, which a window may have passed. Never more than there are wide parts."""
+    """As many near parts as a whole batch can need at once (`near_parts`)."""
     num_blocks = engine.pool_tokens // engine.block_tokens
     window = _near_window(windows, layout.block_tokens)
-    num_held = engine.batch_sequences_max * window.held_blocks(num_blocks)
-    return NearRoom(window, min(num_blocks, num_held + PUBLISH_QUEUE_BLOCKS + PUBLISH_BATCH_BLOCKS))
+    return NearRoom(window, near_parts(num_blocks, engine.batch_sequences_max, window))
 
 
 def _near_window(windows: Mapping[int, int | None], block_tokens: int) -> KeyWindow:

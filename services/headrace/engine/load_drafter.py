@@ -10,11 +10,13 @@ from headrace.config import EngineSettings, ModelSettings
 from headrace.core.clock import Clock
 from headrace.core.draft_limits import DRAFT_POOL_SEQUENCE_TOKENS
 from headrace.core.errors import ModelRefused
+from headrace.core.key_window import KeyWindow
 from headrace.engine.check_model import check_tokens, no_draft_model
 from headrace.engine.draft_model import ModelDrafter
 from headrace.engine.draft_ngram import NgramDrafter
 from headrace.engine.drafter import NGRAM, OFF, Drafter
 from headrace.engine.load_model import LoadedModel, load_model
+from headrace.engine.make_pool import with_pool
 
 
 def load_drafter(
@@ -72,7 +74,19 @@ def _load_draft_model(
             f"draft model: {draft.name} has {size / 1e6:,.0f} MB of weights, {target.name} {target_size / 1e6:,.0f}: "
             "drafts that take as long as what they spare will not be made; choose a smaller one"
         )
-    return draft
+    return draft if draft.windows.widest is None else _with_windows(draft, engine, blocks=blocks)
+
+
+def _with_windows(draft: LoadedModel, engine: EngineSettings, *, blocks: int) -> LoadedModel:
+    """With a smaller pool, in which each sequence of a batch holds what its layers read: two windows and two blocks of
+    those that have one, and the draft behind."""
+    num_blocks = blocks // engine.batch_sequences_max
+    draft_blocks = -(-engine.draft_tokens // engine.block_tokens)
+
+    def held(window: KeyWindow) -> int:
+        return engine.batch_sequences_max * min(num_blocks, window.held_blocks(num_blocks) + draft_blocks)
+
+    return with_pool(draft, num_blocks=held(draft.window), num_near=held(draft.near_window))
 
 
 def _weight_bytes(model: LoadedModel) -> int:

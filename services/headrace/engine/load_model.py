@@ -21,7 +21,8 @@ from headrace.blocks.kv_codecs import TORCH_DTYPES
 from headrace.config import DEFAULT_MODEL, POOL_CODECS, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.errors import ConfigInvalid, ModelRefused
-from headrace.core.key_window import KeyWindow, model_window
+from headrace.core.key_window import EVERYTHING, KeyWindow, model_window
+from headrace.core.layer_windows import LayerWindows
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.check_model import local_directory
 from headrace.engine.codec_bound import codec_line, lossy_codec
@@ -29,7 +30,7 @@ from headrace.engine.collapse_pages import collapse_pages
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 from headrace.engine.fused_layer import fuse_layers
-from headrace.engine.layered_kv import PoolKV, make_kv, near_layers, near_room
+from headrace.engine.layered_kv import LayeredKV, PoolKV, make_kv, near_room
 from headrace.engine.load_weights import load_weights
 from headrace.engine.model_digests import (
     position_digest,
@@ -72,7 +73,19 @@ class LoadedModel:
     context_tokens_max: int
     eos_token_ids: frozenset[int]
     window: KeyWindow  # what is read of a sequence's earlier KV
+    windows: LayerWindows  # of each layer
     exact: bool  # whether reuse changes no bit
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """What one token takes of the pool in one layer."""
+        part = self.kv.layout.wide
+        return part.block_bytes // (part.num_layers * part.block_tokens)
+
+    @property
+    def near_window(self) -> KeyWindow:
+        """What the layers read whose KV is in near parts, if blocks have some."""
+        return self.kv.near_window if isinstance(self.kv, LayeredKV) else EVERYTHING
 
 
 def load_model(
@@ -82,12 +95,9 @@ def load_model(
     trust_group: str,
     hash_algorithm: HashAlgorithm,
     report: Report,
-    by_parts: bool = False,
 ) -> LoadedModel:
-    """Load the model that the settings name.
-
-    by_parts: where some layers have a window and others none, their KV is in blocks of two parts (`layered_kv.py`), for
-    those who keep account of a pool as the engine does; else blocks have all layers, whatever they see.
+    """Load the model that the settings name. Where some of its layers have a window and others none, their KV is in
+    blocks of two parts (`layered_kv.py`).
 
     Sets torch's thread count for the calling thread. `report` gets lines for people: what takes long, and whether
     exactness holds. Raises ModelRefused (what is wrong with the model, and the remedy) or ConfigInvalid.
@@ -104,7 +114,8 @@ def load_model(
     model = _read_weights(name, path, settings)
     shapes = probe_shapes(model)
     one_part = _kv_layout(name, model, shapes, engine)
-    layout = replace(one_part, near_layers=near_layers(shapes.windows)) if by_parts else one_part
+    windows = LayerWindows(tuple(shapes.windows[layer] for layer in sorted(shapes.windows)))
+    layout = replace(one_part, near_layers=windows.near_layers)
     window = model_window(shapes.windows.values(), block_tokens=engine.block_tokens)
     near = near_room(shapes.windows, layout, engine) if layout.near_layers else None
     if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max, near)) is not None:
@@ -148,6 +159,7 @@ def load_model(
         context_tokens_max=context_tokens_max,
         eos_token_ids=_eos_token_ids(path, config),
         window=window,
+        windows=windows,
         exact=exact,
     )
 

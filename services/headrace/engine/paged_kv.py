@@ -113,6 +113,16 @@ class PagedKV:
         in_order = (part.index_select(3, blocks).flatten(3, 4)[:, :, :, :num_tokens] for part in self._parts)
         return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in in_order)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the pool takes of the device's memory."""
+        return sum(part.nbytes for part in self._parts)
+
+    def whole_blocks(self, num_blocks: int) -> list[int]:
+        """The pool's first blocks, for those who use it without an account of it."""
+        assert num_blocks <= self.num_blocks
+        return list(range(num_blocks))
+
     def finish_copies(self) -> None:
         """Wait for what the calling thread has begun to copy on a CUDA device; elsewhere copying waits by itself."""
         if self.device.type == "cuda":

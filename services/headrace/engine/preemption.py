@@ -38,14 +38,16 @@ class Preemption:
         *,
         call_on_loop: Callable[[Callable[[], None]], None],
         look_again: Callable[[], None],
+        window: KeyWindow,
         near_window: KeyWindow,
     ) -> None:
-        """look_again: tells the step thread that a reload has ended. Both are called in any thread. near_window: what
-        the layers read whose KV is in near parts, if blocks have some."""
+        """look_again: tells the step thread that a reload has ended. Both are called in any thread. window: what the
+        model reads; near_window: what the layers read whose KV is in near parts, if blocks have some."""
+        self._window = window
         self._near_window = near_window
         self.num_preemptions = 0
         self.num_reloads = 0  # preempted runs of which at least one block was read back
-        self.num_reloaded_blocks = 0
+        self.num_reloaded_blocks = 0  # that need not be computed for it
         self._pool = pool
         self._times = times
         self._clock = clock
@@ -79,17 +81,21 @@ class Preemption:
         stored = range(first_block, max(first_block, run.num_stored))
         way = self._predict(run, blocks=stored, end=run.num_computed + run.num_missing)
         if run.backup is not None and way.reload:
-            self._pool.unref_all(run.begin_reload(way.reload, self._near_window, self._pool.parts))
-            table = tuple(run.block_ids)
-            self._reloads.begin(run.key, run.backup, run.reusable[0], block_ids=table, blocks=way.reload)
+            table = run.begin_reload(
+                way.reload, window=self._window, near_window=self._near_window, parts=self._pool.parts
+            )
+            self._pool.unref_all(table.passed)
+            self._reloads.begin(run.key, run.backup, run.reusable[0], table)
 
     def take_reloaded(self, runs: Mapping[int, Run]) -> list[tuple[Run, HashedPrompt | None]]:
         """Runs whose reloads have ended, each with its chain if its blocks are to be shared; what did not come is
         computed."""
         ended = []
-        for key, num_read in self._reloads.take_done().items():
+        for key, reloaded in self._reloads.take_done().items():
             run = runs[key]
-            num_blocks, passed = run.end_reload(num_read, self._near_window, self._pool.parts)
+            num_blocks, passed = run.end_reload(
+                reloaded, window=self._window, near_window=self._near_window, parts=self._pool.parts
+            )
             self._pool.unref_all(passed)
             ended.append((run, run.shared_chain if num_blocks else None))
             self.num_reloads += num_blocks > 0

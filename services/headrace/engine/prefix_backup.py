@@ -21,14 +21,16 @@ class PrefixBackup(Protocol):
         """Leading blocks that are stored or on their way. At least `num_stored`. In any thread, without waiting."""
 
     def reload_s(self, num_blocks: int) -> float:
-        """Predicted seconds to read so many blocks back; infinite where none can be. In any thread, without waiting."""
+        """Predicted seconds to read back what is read of so many blocks; infinite where none can be. In any thread,
+        without waiting."""
 
     def save(self, blocks: Sequence[FilledBlock]) -> None:
         """The run gives these up, which nobody keeps yet: store them if there is room, and give the pool reference of
         each back in any case. On the event loop, without waiting."""
 
     async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range) -> int:
-        """Read blocks of the chain back into `block_ids[i]`, verified; how many leading ones of the range are there.
+        """Read blocks of the chain back, block i into `block_ids[i]`, verified; how many leading ones of the range are
+        there. What the table has before the range is not looked at.
 
         On the event loop. Bounded in time. No fault of the cache is raised: what is missing is computed. When it has
         returned, or raised because it was cancelled, nobody writes to the pool's blocks any more.

@@ -39,8 +39,8 @@ def windows_line(
         return (
             f"{len(narrow)} of {len(windows)} layers see the last {max(narrow):,} tokens only, the others see all: of "
             f"these {len(narrow)} a sequence holds KV of at most {held * near.window.block_tokens:,} tokens, "
-            f"however long it is, this worker's pool has room for {near.num_parts * near.window.block_tokens:,}, and "
-            "a hit loads the last window; the store keeps all blocks, since other prompts may part anywhere"
+            "however long it is, and a hit loads the last window; the store keeps all blocks, since other prompts may "
+            "part anywhere"
         )
     if len(narrow) < len(windows):
         return (

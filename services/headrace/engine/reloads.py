@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from headrace.core.block import HashedPrompt
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.prefix_backup import PrefixBackup
+from headrace.engine.run import ReloadTable
 
 
 @dataclass(slots=True, eq=False)
@@ -20,8 +21,7 @@ class _Reload:
     key: int  # of the run
     backup: PrefixBackup
     prompt: HashedPrompt
-    block_ids: tuple[int, ...]  # the run's whole table
-    blocks: range  # what of it is read back
+    table: ReloadTable
     wanted: bool = True
     task: "asyncio.Task[int] | None" = None
 
@@ -38,21 +38,19 @@ class Reloads:
         self._look_again = look_again
         self._lock = threading.Lock()
         self._underway: dict[int, _Reload] = {}
-        self._done: dict[int, int] = {}  # run to leading blocks of the range that are there
+        self._done: dict[int, range] = {}  # run to what is there of the range
 
-    def begin(
-        self, key: int, backup: PrefixBackup, prompt: HashedPrompt, *, block_ids: tuple[int, ...], blocks: range
-    ) -> None:
-        """Read `blocks` of a run's chain back into its table. Its end is in `take_done` unless it is abandoned."""
-        reload = _Reload(key, backup, prompt, block_ids, blocks)
+    def begin(self, key: int, backup: PrefixBackup, prompt: HashedPrompt, table: ReloadTable) -> None:
+        """Read blocks of a run's chain back. The end of it is in `take_done` unless it is abandoned."""
+        reload = _Reload(key, backup, prompt, table)
         with self._lock:
             assert key not in self._underway
             assert key not in self._done
             self._underway[key] = reload
         self._call_on_loop(lambda: self._start(reload))
 
-    def take_done(self) -> dict[int, int]:
-        """Runs whose reloads have ended since this was last asked, with the leading blocks of the range that came."""
+    def take_done(self) -> dict[int, range]:
+        """Runs whose reloads have ended since this was last asked, with the leading part of the range that came."""
         with self._lock:
             done, self._done = self._done, {}
             return done
@@ -95,7 +93,7 @@ class Reloads:
     async def _run(self, reload: _Reload) -> int:
         if not reload.wanted:
             return 0
-        return await reload.backup.reload(reload.prompt, reload.block_ids, reload.blocks)
+        return await reload.backup.reload(reload.prompt, reload.table.block_ids, reload.table.blocks)
 
     def _settle(self, reload: _Reload, task: "asyncio.Task[int]") -> None:
         num_blocks = 0
@@ -107,8 +105,8 @@ class Reloads:
         with self._lock:
             del self._underway[reload.key]
             if reload.wanted:
-                self._done[reload.key] = num_blocks
+                self._done[reload.key] = reload.table.blocks[:num_blocks]
         if reload.wanted:
             self._look_again()
         else:
-            self._pool.unref_all(reload.block_ids)
+            self._pool.unref_all(reload.table.held)

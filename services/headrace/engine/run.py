@@ -25,6 +25,16 @@ from headrace.engine.schedule_step import PlannedRows, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
+class ReloadTable:
+    """Where blocks of a run are read back to: block i of `blocks` goes to `block_ids[i]`."""
+
+    block_ids: tuple[int, ...]
+    blocks: range
+    held: tuple[int, ...]  # all that the run has of the pool meanwhile
+    passed: tuple[int, ...]  # parts that have no place meanwhile, for the caller to give back
+
+
+@dataclass(frozen=True, slots=True)
 class RunLimits:
     """What ends a run of this model besides its own parameters."""
 
@@ -191,18 +201,15 @@ class Run:
         if self.backup is None:
             return []
         first = self.backup.num_kept()
-        if first < self.admission.first_near:  # that one is not whole any more, and what stands on it needs it
-            return []
+        if first < max(self.admission.first_block, self.admission.first_near):
+            return []  # that one is not whole any more, and what stands on it needs it
         return [self._filled(position) for position in range(first, self.num_computed // self._hashed.block_tokens)]
 
     def give_up_blocks(self) -> list[int]:
         """The run holds no blocks and has computed nothing from here on; the caller gives back what is returned."""
-        block_ids = list(self.block_ids)
-        self.block_ids.clear()  # in place: the admission's own list says so too
-        self.admission.first_block = self.admission.first_near = self.admission.end_near = 0
         self.num_computed, self.in_batch, self.reloading, self.draft = 0, False, False, Draft()
         self.is_forgotten = False  # what is computed anew is shared
-        return block_ids
+        return self.admission.clear()
 
     def resume(self, taken: Taken) -> None:
         """Blocks were taken again.
@@ -216,71 +223,71 @@ class Run:
         self.admission.first_near, self.admission.end_near = taken.first_near, taken.end_near
         self.num_computed = taken.num_shared * self._hashed.block_tokens
 
-    def add_near(self, near: Sequence[int], parts: PartIds) -> None:
-        """Near parts were taken for the next blocks that have none."""
-        for part in near:
-            block_id = self.block_ids[self.admission.end_near]
-            self.block_ids[self.admission.end_near] = parts.join(block_id, part)
-            self.admission.end_near += 1
+    def begin_reload(self, blocks: range, *, window: KeyWindow, near_window: KeyWindow, parts: PartIds) -> ReloadTable:
+        """These blocks, which follow those that are there, are about to be read back: nobody computes meanwhile.
 
-    def pass_near(self, window: KeyWindow, parts: PartIds) -> list[int]:
-        """Take the near parts out of the table that their layers' window has passed, for the caller to give back."""
-        first, end = self.admission.first_near, min(window.first_block(self.num_computed), self.admission.end_near)
-        if first >= end or not self.block_ids:
-            return []
-        passed = [parts.near_alone(near) for near in parts.split(self.block_ids[first:end])[1]]
-        self.block_ids[first:end] = parts.place(self.block_ids[first:end], (), first=0)
-        self.admission.first_near = end
-        return passed
-
-    def pass_window(self, window: KeyWindow) -> list[int]:
-        """Take the blocks out of the table that the model's window has passed, for the caller to give back."""
-        passed = window.first_block(self.num_computed) - self.admission.first_block
-        if passed <= 0 or not self.block_ids:
-            return []
-        block_ids = self.block_ids[:passed]
-        del self.block_ids[:passed]
-        self.admission.first_block += passed
-        return block_ids
-
-    def begin_reload(self, blocks: range, window: KeyWindow, parts: PartIds) -> list[int]:
-        """These blocks, which follow those that are there, are about to be read back: nobody computes meanwhile. Where
-        blocks have two parts, near ones are put where they are read afterwards; those that then have no place are
-        returned, for the caller to give back."""
-        self.reloading = True
-        if not window.bounded:
-            return []
-        first = max(blocks.start, window.first_of_prefix(blocks.stop))
-        own, spare = self._near_parts(blocks.start, parts)
-        spare, left_over = spare[: len(self.block_ids) - first], spare[len(self.block_ids) - first :]
-        self.block_ids[:] = parts.place(self.block_ids, spare, first=first)
-        for index, near in own.items():
-            self.block_ids[index] = parts.join(parts.wide_of(self.block_ids[index]), near)
-        self._near_read_back = range(first, first + len(spare))
-        return [parts.near_alone(near) for near in left_over]
-
-    def end_reload(self, num_blocks: int, window: KeyWindow, parts: PartIds) -> tuple[int, list[int]]:
-        """The leading `num_blocks` of them are there. Returns how many of these are of use, since without near parts of
-        the whole window before it no block is, and near parts that the window has passed, for the caller to give back.
+        Of a model whose layers all have a window only the last window of them is, into blocks that nothing is in yet:
+        what is there stays in the table, since half a window would be of no use. Where blocks have two parts, near ones
+        are put where they are read afterwards.
         """
+        self.reloading = True
+        table, passed = self.block_ids, list[int]()
+        if window.bounded:
+            blocks = range(max(blocks.start, window.first_of_prefix(blocks.stop)), blocks.stop)
+            spare = self.block_ids[self._num_there :][: len(blocks)]
+            table = spare[:1] * blocks.start + spare
+        elif near_window.bounded:
+            first = max(blocks.start, near_window.first_of_prefix(blocks.stop))
+            own, near = self._near_parts(blocks.start, parts)
+            near, left_over = near[: len(self.block_ids) - first], near[len(self.block_ids) - first :]
+            self.block_ids[:] = parts.place(self.block_ids, near, first=first)
+            for index, part in own.items():
+                self.block_ids[index] = parts.join(parts.wide_of(self.block_ids[index]), part)
+            self._near_read_back = range(first, first + len(near))
+            passed = [parts.near_alone(part) for part in left_over]
+        return ReloadTable(tuple(table), blocks, tuple(self.block_ids), tuple(passed))
+
+    def end_reload(
+        self, reloaded: range, *, window: KeyWindow, near_window: KeyWindow, parts: PartIds
+    ) -> tuple[int, list[int]]:
+        """`reloaded` is what of the range that was to be read back is there. Returns how many blocks more than before
+        that makes, since without all of the window before it no block is of use, and what its windows have passed, for
+        the caller to give back."""
         self.reloading = False
+        before = self.num_computed // self._hashed.block_tokens
+        end = max(before, reloaded.stop)
         passed: list[int] = []
         if window.bounded:
-            before = self.num_computed // self._hashed.block_tokens
-            own, spare = self._near_parts(before, parts)
-            if max(before, window.first_of_prefix(before + num_blocks)) < self._near_read_back.start:
-                num_blocks = 0
-            end = before + num_blocks
-            first = window.first_of_prefix(end)
-            read_back = dict(zip(self._near_read_back, spare, strict=True))
-            kept = [(own | read_back)[index] for index in range(first, end)]
-            free = [near for near in spare if near not in kept]
-            table = (kept + free)[: len(self.block_ids) - first]
-            self.block_ids[:] = parts.place(self.block_ids, table, first=first)
-            self.admission.first_near, self.admission.end_near = first, first + len(table)
-            passed = [parts.near_alone(near) for near in (*own.values(), *spare) if near not in table]
-        self.num_computed += num_blocks * self._hashed.block_tokens
-        return num_blocks, passed
+            if max(before, window.first_of_prefix(end)) < reloaded.start:
+                end = before
+            elif reloaded.start > before:  # what was there is not read any more
+                passed = self.block_ids[: self._num_there]
+                del self.block_ids[: self._num_there]
+                self.admission.first_block = reloaded.start
+        elif near_window.bounded:
+            end, passed = self._end_near_reload(before, end, near_window, parts)
+        self.num_computed = end * self._hashed.block_tokens
+        return end - before, passed
+
+    @property
+    def _num_there(self) -> int:
+        """Blocks of the table that hold KV."""
+        return self.num_computed // self._hashed.block_tokens - self.admission.first_block
+
+    def _end_near_reload(self, before: int, end: int, window: KeyWindow, parts: PartIds) -> tuple[int, list[int]]:
+        """Wide parts are there up to block `end`: where the prefix ends of which all is there, and near parts that have
+        no place any more."""
+        own, spare = self._near_parts(before, parts)
+        if max(before, window.first_of_prefix(end)) < self._near_read_back.start:
+            end = before
+        first = window.first_of_prefix(end)
+        read_back = dict(zip(self._near_read_back, spare, strict=True))
+        kept = [(own | read_back)[index] for index in range(first, end)]
+        free = [near for near in spare if near not in kept]
+        table = (kept + free)[: len(self.block_ids) - first]
+        self.block_ids[:] = parts.place(self.block_ids, table, first=first)
+        self.admission.first_near, self.admission.end_near = first, first + len(table)
+        return end, [parts.near_alone(near) for near in (*own.values(), *spare) if near not in table]
 
     def _near_parts(self, first_spare: int, parts: PartIds) -> tuple[dict[int, int], list[int]]:
         """Near parts by block, of blocks that are there, and those behind, which nothing is in yet, in order."""

@@ -70,6 +70,7 @@ class StepLoop:
             clock,
             call_on_loop=self.call_on_loop,
             look_again=self.look_again,
+            window=limits.window,
             near_window=limits.near_window,
         )
         self._failed_steps = 0  # in a row
@@ -215,6 +216,7 @@ class StepLoop:
         """One step: plan, compute, hand out. A run that fails is ended; the others go on."""
         for run, hashed in self.preemption.take_reloaded(self._runs):
             self._share_blocks(run, hashed)
+            self._pass_window(run)
         for run in list(self._runs.values()):
             self._take_computed(run)
             if run.prompt_is_computed:
@@ -302,14 +304,15 @@ class StepLoop:
             if isinstance(near, Short):
                 return False
             if near:
-                self._runs[rows.key].add_near(near, self._pool.parts)
+                self._runs[rows.key].admission.add_near(near, self._pool.parts)
         return True
 
     def _pass_window(self, run: Run) -> None:
         """Give back what the run does not need any more."""
-        passed = run.pass_window(self._limits.window)
-        if self._limits.near_window.bounded:
-            passed += run.pass_near(self._limits.near_window, self._pool.parts)
+        limits, parts = self._limits, self._pool.parts
+        passed = run.admission.pass_windows(
+            run.num_computed, window=limits.window, near_window=limits.near_window, parts=parts
+        )
         self._pool.unref_all(passed)
 
     def _take_computed(self, run: Run) -> None:

@@ -15,7 +15,6 @@ from headrace.core.block import HashAlgorithm
 from headrace.core.errors import InvalidRequest
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.model_runner import SequenceStep
-from headrace.engine.paged_kv import TORCH_DTYPES
 from headrace.verify.library_text import cut
 
 Report = Callable[[str], None]
@@ -40,10 +39,12 @@ class Lesson:
 
 
 def load_for_lesson(config: Config, *, pool_tokens: int, report: Report) -> LoadedModel:
-    """The configured model with a pool of at least so many tokens. Raises as `load_model` does."""
+    """The configured model with a pool of at least so many tokens, of which every layer can have all (`read_kv`), as if
+    each block were another sequence's. Raises as `load_model` does."""
+    num_blocks = max(2, -(-pool_tokens // config.engine.block_tokens))
     return load_model(
         config.model,
-        replace(config.engine, pool_tokens=max(pool_tokens, 2 * config.engine.block_tokens)),
+        replace(config.engine, pool_tokens=num_blocks * config.engine.block_tokens, batch_sequences_max=num_blocks),
         trust_group=config.gateway.trust_group,
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
         report=report,
@@ -70,21 +71,17 @@ def compute_kv(model: LoadedModel, tokens: list[int], *, first_block: int = 0, s
 
     What is before `start` must be there already. Returns [vocab] float32.
     """
-    step = SequenceStep(tuple(tokens[start:]), start, _table(model, len(tokens), first_block), 1)
+    step = SequenceStep(tuple(tokens[start:]), start, block_table(model, len(tokens), first_block=first_block), 1)
     return model.runner.run_step([step])[0]
 
 
 def read_kv(model: LoadedModel, num_tokens: int, *, first_block: int = 0) -> torch.Tensor:
     """The KV of the sequence whose blocks begin at `first_block`: `[num_layers, 2, num_kv_heads, tokens, head_dim]`."""
-    layout, blocks = model.kv.layout, []
-    for block_id in _table(model, num_tokens, first_block):
-        payload = bytearray(layout.block_bytes)
-        model.kv.read_block(block_id, memoryview(payload))
-        blocks.append(torch.frombuffer(payload, dtype=TORCH_DTYPES[layout.dtype]).view(layout.shape))
-    return torch.cat(blocks, dim=3)[:, :, :, :num_tokens]
+    blocks = [model.kv.block(block_id) for block_id in block_table(model, num_tokens, first_block=first_block)]
+    return torch.cat(blocks, dim=3)[:, :, :, :num_tokens].cpu()
 
 
-def _table(model: LoadedModel, num_tokens: int, first_block: int) -> tuple[int, ...]:
+def block_table(model: LoadedModel, num_tokens: int, *, first_block: int = 0) -> tuple[int, ...]:
+    """The blocks of such a sequence."""
     num_blocks = -(-num_tokens // model.kv.layout.block_tokens)
-    assert first_block + num_blocks <= model.kv.num_blocks
-    return tuple(range(first_block, first_block + num_blocks))
+    return tuple(model.kv.whole_blocks(first_block + num_blocks)[first_block:])

@@ -20,14 +20,14 @@ def show_batching(config: Config, *, report: Report) -> Lesson:
     length = fitting(model, PROMPT_TOKENS + OUTPUT_TOKENS, least=2 * OUTPUT_TOKENS) - OUTPUT_TOKENS
     text = text_tokens(model, length + REQUESTS)
     prompts = [text[n : n + length] for n in range(REQUESTS)]
-    block_bytes = model.kv.layout.token_bytes * model.kv.layout.block_tokens
+    held = model.windows.held(length + OUTPUT_TOKENS, block_tokens=model.kv.layout.block_tokens)
     rows, answers = [], []
     for batch in BATCHES:
         report(f"{REQUESTS} requests, at most {batch} decoded together")
         settings = replace(config.engine, batch_sequences_max=batch)
         ran = asyncio.run(run_requests(model, settings, prompts, sampling=GREEDY, reuse=False))
         answers.append([answer.token_ids for answer in ran.answers])
-        kv_bytes = batch * -(-(length + OUTPUT_TOKENS) // model.kv.layout.block_tokens) * block_bytes
+        kv_bytes = batch * held * model.layer_token_bytes
         rows.append((batch, REQUESTS * OUTPUT_TOKENS / ran.seconds, ran.seconds, kv_bytes))
     equal = all(answer == answers[0] for answer in answers)
     return Lesson(

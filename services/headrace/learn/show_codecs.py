@@ -8,7 +8,16 @@ from headrace.config import Config
 from headrace.core.block import KvCodec
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.model_runner import SequenceStep
-from headrace.learn.lesson import Lesson, Report, compute_kv, fitting, load_for_lesson, read_kv, text_tokens
+from headrace.learn.lesson import (
+    Lesson,
+    Report,
+    block_table,
+    compute_kv,
+    fitting,
+    load_for_lesson,
+    read_kv,
+    text_tokens,
+)
 from headrace.transfer.coded_pool import stored_pool
 
 PREFIX_TOKENS, SCORED_TOKENS, REPEATS = 256, 64, 20
@@ -84,14 +93,14 @@ def _measure(model: LoadedModel, tokens: list[int], num_prefix: int, codec: str)
     pool, num_blocks = stored_pool(model.kv, layout), num_prefix // layout.block_tokens
     compute_kv(model, tokens[:num_prefix])
     exact_kv, exact = read_kv(model, num_prefix).float(), _score(model, tokens, num_prefix)
-    first, last = [bytearray(layout.block_bytes) for _ in range(num_blocks)], [b""] * num_blocks
-    for block_id, payload in enumerate(first):
+    first, last = [bytearray(layout.block_bytes) for _ in range(num_blocks)], list[bytes]()
+    for block_id, payload in zip(block_table(model, num_prefix), first, strict=True):
         pool.read_block(block_id, memoryview(payload))
         for _ in range(REPEATS):
             again = bytearray(payload)
             pool.write_block(block_id, memoryview(again))
             pool.read_block(block_id, memoryview(again))
-            last[block_id] = bytes(again)
+        last.append(bytes(again))
     loaded_kv, loaded = read_kv(model, num_prefix).float(), _score(model, tokens, num_prefix)
     return _Loss(
         codec=str(codec),
@@ -105,5 +114,5 @@ def _measure(model: LoadedModel, tokens: list[int], num_prefix: int, codec: str)
 
 def _score(model: LoadedModel, tokens: list[int], num_prefix: int) -> torch.Tensor:
     """Logits of the tokens behind the prefix, `[SCORED_TOKENS, vocab]`; their own KV goes behind the prefix's."""
-    table = tuple(range(-(-len(tokens) // model.kv.layout.block_tokens)))
+    table = block_table(model, len(tokens))
     return model.runner.run_step([SequenceStep(tuple(tokens[num_prefix:]), num_prefix, table, SCORED_TOKENS)])

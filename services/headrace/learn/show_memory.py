@@ -14,6 +14,7 @@ def show_memory(config: Config, *, report: Report) -> Lesson:
     """Grow the cache of transformers' own model, count the bytes of its tensors, and compare with the formula."""
     model = load_for_lesson(config, pool_tokens=0, report=report)
     layout = model.kv.layout
+    token_bytes = layout.num_layers * model.layer_token_bytes
     longest = fitting(model, LENGTHS[-1], least=LENGTHS[0])
     tokens = torch.tensor([text_tokens(model, longest)])
     report("growing the cache of transformers' own model")
@@ -25,12 +26,12 @@ def show_memory(config: Config, *, report: Report) -> Lesson:
             plain(tokens[:, done:length], None, None, cache, use_cache=True)
         done = length
         measured = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        blocks = -(-length // layout.block_tokens)
-        rows.append((length, length * layout.token_bytes, measured, blocks * layout.block_tokens * layout.token_bytes))
+        held = model.windows.held(length, block_tokens=layout.block_tokens) * model.layer_token_bytes
+        rows.append((length, length * token_bytes, measured, held))
     formula = (
         f"2 x {layout.num_layers} layers x {layout.num_kv_heads} kv heads x {layout.head_dim} x "
-        f"{layout.token_bytes // (2 * layout.num_layers * layout.num_kv_heads * layout.head_dim)} bytes = "
-        f"{layout.token_bytes:,} bytes a token"
+        f"{token_bytes // (2 * layout.num_layers * layout.num_kv_heads * layout.head_dim)} bytes = "
+        f"{token_bytes:,} bytes a token"
     )
     return Lesson(
         tables=(
@@ -41,7 +42,7 @@ def show_memory(config: Config, *, report: Report) -> Lesson:
             ),
         ),
         facts={
-            "token_bytes": layout.token_bytes,
+            "token_bytes": token_bytes,
             "rows": [
                 {"tokens": length, "formula_bytes": wanted, "measured_bytes": measured, "block_bytes": held}
                 for length, wanted, measured, held in rows

@@ -33,8 +33,8 @@ def show_paging(config: Config, *, report: Report) -> Lesson:
     copied = {"preallocated": 0, "grown": sum(length * (length - 1) // 2 for length in lengths), "paged": 0}
     report("growing a cache token by token, and writing tokens into slots")
     grown_s, slot_s = (
-        _seconds_to_grow(layout.shape, model.kv.pool.dtype),
-        _seconds_to_fill(layout.shape, model.kv.pool.dtype),
+        _seconds_to_grow(layout.shape, model.kv.dtype),
+        _seconds_to_fill(layout.shape, model.kv.dtype),
     )
     contiguous, paged = _free_after_churn(lengths, layout.block_tokens)
     return Lesson(

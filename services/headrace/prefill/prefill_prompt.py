@@ -6,6 +6,7 @@ is readable. Knows nothing of the decode worker that comes next; it finds the bl
 
 from contextlib import aclosing
 
+from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline
 from headrace.core.generation import MeasuredWork, PrefillCall, PrefillResult
 from headrace.engine.event_stream import FilledBlock, RunFinished
@@ -29,10 +30,12 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
         work: MeasuredWork | None = None
         store_node = worker.nodes.sink_node_id()
         if num_blocks > 0:
+            async with deadline.scope("prefill"):
+                request = await worker.home_nodes.storable(call.request, deadline=deadline)
             async with (
                 deadline.scope("prefill"),
                 worker.hold_prefix(
-                    call.request,
+                    request,
                     num_blocks=num_blocks,
                     reusable_blocks=num_blocks,
                     hint_nodes=call.hint_nodes,
@@ -56,7 +59,8 @@ async def _compute_and_publish(
 ) -> tuple[int, int]:
     """Run the engine over what is missing; returns how many leading blocks were not computed, and are readable."""
     request, num_reused = call.request, held.num_blocks
-    is_elsewhere = held.home_node not in ("", worker.nodes.sink_node_id())
+    came_far = held.sources[-1:] == (CacheSource.GRPC,)
+    is_elsewhere = came_far and held.home_node not in ("", worker.nodes.sink_node_id())
     if not request.cache.publish or is_elsewhere:  # a node keeps no block without its parent
         return num_reused, 0  # computing would be for nobody
     publication = Publication(request.cache.retention)
@@ -69,7 +73,7 @@ async def _compute_and_publish(
     cached_tokens = held.num_blocks * request.prompt.block_tokens
     if held.num_blocks < len(request.prompt.chain):
         backup = StoredRun(worker, held, request, hint_nodes=call.hint_nodes, deadline=deadline)
-        backup.publishes(publication, first_block=0 if reused else held.num_blocks)
+        backup.publishes(publication, first_block=first_offered if reused else held.num_blocks)
         run = worker.engine.run(
             held.admission,
             cached_tokens=cached_tokens,

@@ -40,11 +40,17 @@ class ClusterModel:
     prefill_chunk_tokens: int = 512  # of prompts, in one step: so much longer a decode step lasts beside a prefill
     interference: float = 0.02  # of a prefill's time, lost to each sequence that decodes beside it
     local_prefill_tokens: int = 2_048  # missing ones that a decode worker may compute itself, at most
+    moved_share: float = 1.0  # of a prefix's KV, what a hit or a hand-off moves: less where layers have windows
 
     @property
     def num_workers(self) -> int:
         """Prefill workers are numbered first, then decode workers, then mixed ones."""
         return self.prefill_workers + self.decode_workers + self.mixed_workers
+
+    @property
+    def moved_token_bytes(self) -> float:
+        """What a token of a prefix costs on the network, in the mean."""
+        return self.kv_token_bytes * self.moved_share
 
     @property
     def prefillers(self) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ class HeadracePolicy:
         source = int(holders[busy_s[holders].argmin()])
         waits = np.full(fleet.model.num_workers, busy_s[source])
         waits[source] = 0.0  # its own memory needs no link
-        return Copy(longest * fleet.block_tokens, fleet.model.kv_token_bytes, fleet.model.network, waits), source
+        return Copy(longest * fleet.block_tokens, fleet.model.moved_token_bytes, fleet.model.network, waits), source
 
     def _first_unheld(self, request: SimulatedRequest, depth: np.ndarray, copy: Copy | None) -> int:
         """A number for the first block that nobody has: equal prompts have it in common, others do not."""

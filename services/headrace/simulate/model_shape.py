@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.core.block import KvCodec, KvLayout
 from headrace.core.errors import InvalidRequest
+from headrace.core.layer_windows import LayerWindows
 from headrace.core.step_costs import DecodeCost, PrefillCost
 
 # Share of a GPU's memory that is neither weights nor KV: activations, graphs, the allocator's slack.
@@ -23,7 +24,8 @@ DECODE_SEQUENCE_S = 40e-6
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """As far as KV and arithmetic need it. `kv_bytes`, `weight_bytes`: of one number."""
+    """As far as KV and arithmetic need it. `kv_bytes`, `weight_bytes`: of one number. `windows`: of each layer, None
+    for those that see everything; empty where none has one."""
 
     layers: int
     kv_heads: int
@@ -32,11 +34,33 @@ class ModelShape:
     parameters: float
     kv_bytes: int = 2
     weight_bytes: float = 2.0
+    windows: tuple[int | None, ...] = ()
 
     @property
     def kv_token_bytes(self) -> int:
-        """2 (keys and values) x layers x kv heads x head dim x bytes."""
+        """2 (keys and values) x layers x kv heads x head dim x bytes: what the store keeps of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    @property
+    def layer_windows(self) -> LayerWindows:
+        """What is read, held and moved of it."""
+        return LayerWindows(self.windows or (None,) * self.layers)
+
+    def seen_tokens(self, context_tokens: float) -> float:
+        """So many tokens with all their layers are as much KV as one decode step reads of such a context."""
+        return self.layer_windows.keys_read(context_tokens) / self.layers
+
+    def held_tokens(self, context_tokens: int, *, block_tokens: int) -> float:
+        """... as much as a sequence of such a context holds of a worker's pool at most."""
+        return self.layer_windows.held(context_tokens, block_tokens=block_tokens) / self.layers
+
+    def moved_tokens(self, context_tokens: int, *, block_tokens: int) -> float:
+        """... as much as a hit of so many tokens moves."""
+        return self.layer_windows.moved(context_tokens, block_tokens=block_tokens) / self.layers
+
+    def attended_share(self, tokens: int) -> float:
+        """Of the pairs of a token and one before it or itself in a prompt of so many, those that layers attend to."""
+        return self.layer_windows.pairs(tokens, 0) / (self.layers * tokens * (tokens + 1) / 2)
 
     def coded_token_bytes(self, codec: KvCodec, *, block_tokens: int) -> float:
         """The same as a codec keeps it, its scales counted: what `KvLayout.block_bytes` says of a block, per token.

@@ -90,8 +90,77 @@ class CodecRow:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowsRow:
+    """What windows spare of the KV of a sequence as long as the workload's, of all layers' KV for all tokens."""
+
+    layers: int  # that have a window
+    widest_tokens: int
+    context_tokens: int
+    held_share: float  # of a worker's pool, at most
+    seen_share: float  # read by a decode step
+    moved_share: float  # by a hit
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """A worker's GPU with room for `room_tokens` tokens of which all layers are kept, and the sequences in it."""
+
+    model: ModelShape
+    trace: Trace
+    room_tokens: int
+
+    @property
+    def usual_tokens(self) -> int:
+        """Of the workload's sequences, in the mean."""
+        requests = self.trace.requests
+        return max(1, sum(each.input_tokens + each.output_tokens for each in requests) // len(requests))
+
+    def fit(self, context_tokens: int) -> int:
+        """How many sequences of so many tokens there is room for (`LayerWindows.pool`; without windows, as if blocks
+        were single tokens)."""
+        if not self.model.windows:
+            return self.room_tokens // context_tokens
+        layer_tokens = self.room_tokens * self.model.layers
+        return self.model.layer_windows.fitting_sequences(
+            layer_tokens, context_tokens, block_tokens=self.trace.block_tokens
+        )
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens of sequences as long as the workload's that there is room for."""
+        return max(1, self.fit(self.usual_tokens)) * self.usual_tokens if self.model.windows else self.room_tokens
+
+    @property
+    def moved_share(self) -> float:
+        """What a hit moves of a prefix as long as the workload's sequences, in whole blocks: at most all of it."""
+        if not self.model.windows:
+            return 1.0
+        whole_blocks = -(-self.usual_tokens // self.trace.block_tokens) * self.trace.block_tokens
+        return self.model.moved_tokens(whole_blocks, block_tokens=self.trace.block_tokens) / whole_blocks
+
+    def share(self, tokens: float) -> float:
+        """So many tokens, of a sequence as long as the workload's."""
+        return tokens / self.usual_tokens
+
+    def windows_row(self) -> WindowsRow | None:
+        """None where no layer has a window."""
+        windows = self.model.layer_windows
+        if windows.widest is None:
+            return None
+        held = self.model.held_tokens(self.usual_tokens, block_tokens=self.trace.block_tokens)
+        return WindowsRow(
+            layers=sum(window is not None for window in windows.tokens),
+            widest_tokens=windows.widest,
+            context_tokens=self.usual_tokens,
+            held_share=self.share(held),
+            seen_share=self.share(self.model.seen_tokens(self.usual_tokens)),
+            moved_share=self.moved_share,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """Everything that a plan says."""
+    """Everything that a plan says. Costs are of a model without windows, which `windows` has the shares of."""
 
     kv_token_bytes: int
     device_tokens: int
@@ -101,6 +170,7 @@ class CapacityPlan:
     codecs: tuple[CodecRow, ...]  # first: as the model computes it
     prefill: PrefillCost
     decode: DecodeCost
+    windows: WindowsRow | None  # None where no layer has one
     contexts: tuple[ContextRow, ...]
     reuse: tuple[ReuseRow, ...]
     requests_per_s: float
@@ -125,12 +195,15 @@ def plan_capacity(
     if len(trace.requests) < 2 or trace.requests[-1].arrival_s <= trace.requests[0].arrival_s:
         raise InvalidRequest("a plan needs requests that come at different times", param="trace")
     prefill, decode = costs or estimate_costs(model, machine)
-    device_tokens = device_kv_tokens(model, machine)
+    room = _Room(model, trace, device_kv_tokens(model, machine))
     host_tokens = int(machine.host_bytes // model.kv_token_bytes)
     cluster = ClusterModel(
-        name="planned", prefill_workers=1, decode_workers=1, mixed_workers=0, prefill=prefill, decode=decode,
+        name="planned", prefill_workers=1, decode_workers=1, mixed_workers=0,
+        prefill=replace(prefill, attention_s=prefill.attention_s * model.attended_share(room.usual_tokens)),
+        decode=replace(decode, kv_token_s=decode.kv_token_s * room.share(model.seen_tokens(room.usual_tokens))),
         network=LinkCost(machine.network_bytes_per_s, ROUND_TRIP_S), kv_token_bytes=model.kv_token_bytes,
-        device_tokens=device_tokens, host_tokens=host_tokens, ttft_slo_s=targets.ttft_s, itl_slo_s=targets.itl_s,
+        moved_share=room.moved_share, device_tokens=room.device_tokens, host_tokens=host_tokens,
+        ttft_slo_s=targets.ttft_s, itl_slo_s=targets.itl_s,
     )  # fmt: skip
     if decode.step_seconds(1, 1) > targets.itl_s:
         raise InvalidRequest(
@@ -145,34 +218,41 @@ def plan_capacity(
     span_s = requests[-1].arrival_s - requests[0].arrival_s
     return CapacityPlan(
         kv_token_bytes=model.kv_token_bytes,
-        device_tokens=device_tokens,
-        device_blocks=device_tokens // trace.block_tokens,
+        device_tokens=room.device_tokens,
+        device_blocks=room.device_tokens // trace.block_tokens,
         block_tokens=trace.block_tokens,
         host_tokens=host_tokens,
-        codecs=tuple(_compare_codecs(model, machine, trace, cluster, targets, chosen=chosen, report=report)),
+        codecs=tuple(_compare_codecs(model, machine, trace, cluster, targets, room=room, chosen=chosen, report=report)),
         prefill=prefill,
         decode=decode,
-        contexts=tuple(context_row(size, decode, device_tokens, targets.itl_s) for size in CONTEXTS),
+        windows=room.windows_row(),
+        contexts=tuple(
+            context_row(size, decode, fit=room.fit(size), itl_s=targets.itl_s, seen_tokens=model.seen_tokens(size))
+            for size in CONTEXTS
+        ),
         reuse=tuple(reuse_by_size(trace)),
         requests_per_s=len(requests) / span_s,
         prompt_tokens_mean=sum(each.input_tokens for each in requests) / len(requests),
         output_tokens_mean=sum(each.output_tokens for each in requests) / len(requests),
-        prefill_workers_busy=_cold_seconds(trace, prefill) * (1 - hit_rate) / span_s,
+        prefill_workers_busy=_cold_seconds(trace, cluster.prefill) * (1 - hit_rate) / span_s,
         decode_workers_busy=_decode_workers(trace, cluster, targets.itl_s),
         simulated=tuple(simulated),
         chosen=chosen,
     )
 
 
-def context_row(context_tokens: int, decode: DecodeCost, device_tokens: int, itl_s: float) -> ContextRow:
-    """Concurrency at one context length."""
-    fit = device_tokens // context_tokens
-    each_s = decode.sequence_s + decode.kv_token_s * context_tokens
+def context_row(
+    context_tokens: int, decode: DecodeCost, *, fit: int, itl_s: float, seen_tokens: float | None = None
+) -> ContextRow:
+    """Concurrency at one context length, of which memory has room for `fit`. seen_tokens: what a step reads of such a
+    context, in tokens with all layers; None: all of it."""
+    seen_tokens = context_tokens if seen_tokens is None else seen_tokens
+    each_s = decode.sequence_s + decode.kv_token_s * seen_tokens
     within = max(0, int((itl_s - decode.base_s) / each_s + 1e-9))
     batch = min(fit, within)
 
     def step_ms(sequences: int) -> float:
-        return float(decode.step_seconds(sequences, sequences * context_tokens)) * 1e3
+        return float(decode.step_seconds(sequences, sequences * seen_tokens)) * 1e3
 
     return ContextRow(
         context_tokens, fit, within, step_ms(batch) if batch else 0.0,
@@ -187,12 +267,13 @@ def _compare_codecs(
     cluster: ClusterModel,
     targets: Targets,
     *,
+    room: "_Room",
     chosen: ClusterRow | None,
     report: Callable[[str], None],
 ) -> Iterator[CodecRow]:
     """As computed, int8 in the store, int8 in the GPU as well: room in the same memory, and from the cluster that was
     chosen the workers that can be done without."""
-    yield _codec_row("as computed", cluster, chosen)
+    yield _codec_row("as computed", cluster, room, chosen)
     if model.kv_bytes == 1:
         return  # it is kept in eight bits already
     host_share = 0.0
@@ -202,24 +283,26 @@ def _compare_codecs(
     for name, codec in (("int8 in the store", KvCodec.INT8), ("int8 in the GPU too", KvCodec.INT8_TOKEN)):
         token_bytes = model.coded_token_bytes(codec, block_tokens=trace.block_tokens)
         kept = replace(cluster, kv_token_bytes=round(token_bytes), host_tokens=int(machine.host_bytes // token_bytes))
+        kept_room = room
         if codec == KvCodec.INT8_TOKEN:  # the store keeps the pool's own bytes
             read_s = cluster.decode.kv_token_s * token_bytes / model.kv_token_bytes
+            kept_room = replace(room, room_tokens=device_kv_tokens(model, machine, token_bytes=token_bytes))
             kept = replace(
                 kept,
-                device_tokens=device_kv_tokens(model, machine, token_bytes=token_bytes),
+                device_tokens=kept_room.device_tokens,
                 decode=replace(cluster.decode, kv_token_s=read_s),
             )
         found = None
         if chosen is not None:
             search = _Search(trace, kept, targets, report)
             found = search.shrink(chosen, host_tokens=int(kept.host_tokens * host_share))
-        yield _codec_row(name, kept, found)
+        yield _codec_row(name, kept, kept_room, found)
 
 
-def _codec_row(name: str, cluster: ClusterModel, found: ClusterRow | None) -> CodecRow:
+def _codec_row(name: str, cluster: ClusterModel, room: "_Room", found: ClusterRow | None) -> CodecRow:
     return CodecRow(
         name, cluster.kv_token_bytes, cluster.device_tokens, cluster.host_tokens,
-        cluster.device_tokens // USUAL_CONTEXT_TOKENS, found,
+        room.fit(USUAL_CONTEXT_TOKENS), found,
     )  # fmt: skip
 
 
@@ -332,7 +415,8 @@ def _decode_workers(trace: Trace, cluster: ClusterModel, itl_s: float) -> float:
     output = sum(request.output_tokens for request in requests)
     # Each output token reads the sequence's KV once: the mean context weighs by output tokens.
     context = sum(r.output_tokens * (r.input_tokens + r.output_tokens / 2) for r in requests) / output
-    row = context_row(max(1, int(context)), cluster.decode, cluster.device_tokens, itl_s)
+    fit = cluster.device_tokens // max(1, int(context))
+    row = context_row(max(1, int(context)), cluster.decode, fit=fit, itl_s=itl_s)
     batch = max(1, min(row.fit, row.within_itl))
     step_s = float(cluster.decode.step_seconds(batch, batch * context))
     return output / span_s * step_s / batch

@@ -314,7 +314,7 @@ class SimulatedFleet:
     def _begin_fetch(self, where: int, plan: RoutePlan) -> float:
         """When the planned tokens will be here. The transfer takes its turn on the source's link at once, however long
         the worker is busy; a host reads its own memory past the link."""
-        moved = (plan.fetch_to - plan.fetch_from) * self.model.kv_token_bytes
+        moved = (plan.fetch_to - plan.fetch_from) * self.model.moved_token_bytes
         if plan.source == where:
             return self.now_s + float(moved / self.model.network.bytes_per_s)
         begins_s = max(self.now_s, float(self.link_free_s[plan.source]))
@@ -327,7 +327,7 @@ class SimulatedFleet:
         source = job.plan.source
         job.outcome.host_tokens = end - start
         if source != where:
-            job.outcome.fetched_bytes += (end - start) * self.model.kv_token_bytes
+            job.outcome.fetched_bytes += round((end - start) * self.model.moved_token_bytes)
         self.hosts[source].read(job.request.chain[: end // self.block_tokens])
 
     def _slowdown(self, where: int) -> float:
@@ -372,7 +372,7 @@ class SimulatedFleet:
             batch.join(job.outcome, computed_here=True)
             return
         present = self._workers[decode].memory.num_leading(job.request.chain) * self.block_tokens
-        moved = max(0, job.request.input_tokens - present) * self.model.kv_token_bytes
+        moved = round(max(0, job.request.input_tokens - present) * self.model.moved_token_bytes)
         last = min(moved, self.block_tokens * self.model.kv_token_bytes)
         # All but the last block went out while the prompt was computed. The last shares the link with what the host
         # sends to others, half each: it does not wait behind a long transfer.

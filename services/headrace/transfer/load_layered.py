@@ -27,7 +27,7 @@ from headrace.core.transfer_budget import TransferBudget
 from headrace.transfer.find_reach import find_reach
 from headrace.transfer.follow_prefill import follow_prefill
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, load_prefix
-from headrace.transfer.load_window import WindowBudget
+from headrace.transfer.load_window import window_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +178,8 @@ class _LayeredLoad:
 
     async def _load_missing(self, first: int, stop: int, end: int, *, deadline: Deadline) -> None:
         block_ids = self._place(range(first, stop))
-        whole = self.budget(range(self.plan.first_block, end))
-        budget = None
-        if whole is not None:
-            share = (stop - first) / (end - self.plan.first_block)
-            moved_tokens = (stop - first) * self.layout.block_tokens
-            budget = WindowBudget(replace(whole, predicted_s=whole.predicted_s * share), moved_tokens)
+        saved = range(self.plan.first_block, end)
+        budget = window_budget(self.budget(saved), range(first, stop), saved, self.layout.block_tokens)
         loaded = await load_prefix(
             self.prompt,
             block_ids,

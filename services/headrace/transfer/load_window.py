@@ -104,6 +104,14 @@ async def load_window(
     return load.result(table)
 
 
+def window_budget(whole: TransferBudget | None, moved: range, saved: range, block_tokens: int) -> WindowBudget | None:
+    """What moving some blocks may cost that saves computing others; `whole` is of those that are saved."""
+    if whole is None:
+        return None
+    share = len(moved) / len(saved)
+    return WindowBudget(replace(whole, predicted_s=whole.predicted_s * share), len(moved) * block_tokens)
+
+
 @dataclass(slots=True)
 class _WindowLoad:
     """One load under way. `have`: what is verified and in its place, without a gap, by block index."""
@@ -226,10 +234,5 @@ class _WindowLoad:
             self.spare.remove(block_ids[index])
 
     def _budget(self, first: int, stop: int, end: int) -> WindowBudget | None:
-        whole = self.budget(range(self.plan.first_block, end))
-        if whole is None:
-            return None
-        share = (stop - first) / (end - self.plan.first_block)
-        return WindowBudget(
-            replace(whole, predicted_s=whole.predicted_s * share), (stop - first) * self.layout.block_tokens
-        )
+        saved = range(self.plan.first_block, end)
+        return window_budget(self.budget(saved), range(first, stop), saved, self.layout.block_tokens)

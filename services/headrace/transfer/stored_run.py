@@ -4,7 +4,7 @@ Owns what is known of them: the blocks that were loaded when the call began, and
 decides nothing: the engine compares the seconds.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from headrace.core.block import CacheSource, HashedPrompt
@@ -53,19 +53,25 @@ class StoredRun:
 
     def num_stored(self) -> int:
         """As PrefixBackup.num_stored."""
-        return max([self._num_loaded, *(first + each.num_stored for first, each in self._publications)])
+        return self._end_of((first, each.num_stored) for first, each in self._publications)
 
     def num_kept(self) -> int:
         """As PrefixBackup.num_kept."""
-        on_their_way = (first + each.num_stored + each.num_pending for first, each in self._publications)
-        return max([self._num_loaded, *on_their_way])
+        return self._end_of((first, each.num_stored + each.num_pending) for first, each in self._publications)
+
+    def _end_of(self, stored: Iterable[tuple[int, int]]) -> int:
+        """Where what is stored ends. A block is stored behind all before it, whoever stored those; where none of a
+        publication is, nothing is known of what it stands on."""
+        return max([self._num_loaded, *(first + count for first, count in stored if count)])
 
     def reload_s(self, num_blocks: int) -> float:
         """As PrefixBackup.reload_s."""
         if self._link is None:
             return float("inf")
-        layout, near_window = self._worker.layout, self._worker.engine.near_window
-        num_whole = min(num_blocks, near_window.prefix_blocks) if near_window.bounded else num_blocks
+        layout, engine = self._worker.layout, self._worker.engine
+        if engine.window.bounded:
+            num_blocks = min(num_blocks, engine.window.prefix_blocks)
+        num_whole = min(num_blocks, engine.near_window.prefix_blocks) if engine.near_window.bounded else num_blocks
         num_bytes = num_whole * layout.block_bytes + (num_blocks - num_whole) * layout.wide_bytes
         return float(self._link.seconds(num_bytes))
 

@@ -47,8 +47,10 @@ from headrace.engine.list_device import list_device
 from headrace.transfer.device_expiry import DeviceExpiry
 from headrace.transfer.early_blocks import EarlyBlocks
 from headrace.transfer.follow_prefill import await_first_block
+from headrace.transfer.home_nodes import HomeNodes
 from headrace.transfer.load_admitted import load_admitted
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, asked_ways, load_prefix
+from headrace.transfer.load_window import window_budget
 from headrace.transfer.publish_blocks import BlockPublisher, Producer
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.timed_nodes import TimedStoreNodes
@@ -106,7 +108,6 @@ class Worker:
         self.engine = engine
         self._pool = pool
         self.nodes = nodes
-        self._timed_nodes = TimedStoreNodes(nodes, clock, patience_s=load_patience_ms / 1000)
         self.clock = clock
         self.report_fault = report_fault
         self.layout = engine.model.namespace.layout
@@ -122,6 +123,7 @@ class Worker:
         self._attempts_running = 0
         self._attempts_seen: OrderedDict[str, None] = OrderedDict()
         self._early_blocks = EarlyBlocks(engine)
+        self.home_nodes = HomeNodes(engine, nodes)
         self._idle = asyncio.Event()
         self._idle.set()
         self._serving = False
@@ -142,6 +144,9 @@ class Worker:
             window_tokens=engine.window.tokens or engine.near_window.tokens or 0,
         )
         self._expiry = DeviceExpiry(engine.pool, self._identity, clock=clock)
+        self._timed_nodes = TimedStoreNodes(
+            nodes, clock, patience_s=load_patience_ms / 1000, tell_ends=self._expiry.hear
+        )
 
     async def start(self) -> None:
         """Be ready, then be seen: the record is announced last. Idempotent."""
@@ -295,21 +300,15 @@ class Worker:
                     sink_is_local=self.nodes.sink_node_id() == self.nodes.local_node_id(),
                     load_s=self.clock.now_s() - admitted_s,
                     since_s=self.clock.now_s(),
-                    home_node=self._home_of(loaded, hint_nodes),
+                    home_node=self.home_nodes.find(
+                        request.prompt, loaded, num_device=num_device, hint_nodes=hint_nodes
+                    ),
                 )
                 if request.cache.publish:
                     self.engine.mark_loaded(admission, held.num_blocks)
                 yield held
             finally:
                 self.engine.release(admission)
-
-    def _home_of(self, loaded: LoadedPrefix, hint_nodes: tuple[str, ...]) -> str:
-        """The node that has a prefix of which no more was loaded over the network than a window reads: this host's node
-        lacks the blocks before it, and keeps none without its parent."""
-        windowed = self.engine.window.bounded or self.engine.near_window.bounded
-        if not windowed or loaded.sources[-1:] != (CacheSource.GRPC,):
-            return ""
-        return next((node_id for node_id in hint_nodes if self.nodes.sink_at(node_id) is not None), "")
 
     def _budget(self, request: GenerateRequest, blocks: range, hint_nodes: tuple[str, ...]) -> TransferBudget | None:
         """What loading these blocks may cost here; None until it is known how fast this worker computes."""
@@ -405,7 +404,10 @@ class Worker:
 
         request: with the run's tokens so far as its prompt. Raises only cancellation.
         """
-        plan = replace(plan, budget=self._budget(request, blocks, plan.hint_nodes))
+        whole_window = self.engine.window.bounded and blocks.start == self.engine.window.first_of_prefix(blocks.stop)
+        saved = range(blocks.stop) if whole_window else blocks
+        budget = self._budget(request, saved, plan.hint_nodes)
+        plan = replace(plan, budget=window_budget(budget, blocks, saved, request.prompt.block_tokens))
         loaded = await self._here(load_prefix)(request.prompt, block_ids, plan=plan, deadline=deadline)
         for fault in loaded.faults:
             self.report_fault(fault)

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from tokenizers import Tokenizer
 
-from headrace.blocks.kv_codecs import BlockCoder
 from headrace.config import STORE_CODECS, Config
 from headrace.core.block import HashAlgorithm, KvLayout
 from headrace.core.errors import BlockCorrupt, InvalidRequest, ModelRefused
 from headrace.engine.codec_bound import CodecBound, write_bound
 from headrace.engine.load_model import LoadedModel, load_model
-from headrace.engine.model_runner import ModelRunner, SequenceStep
-from headrace.engine.paged_kv import PagedKV
+from headrace.engine.make_pool import with_pool
+from headrace.engine.model_runner import SequenceStep
+from headrace.transfer.coded_pool import stored_pool
 from headrace.verify.codec_report import CodecReport
 from headrace.verify.library_text import code_tokens, cut, prose_tokens
 
@@ -43,8 +43,13 @@ def measure_codec(config: Config, *, codec: str, generated_tokens: int, report: 
     codec: of a store (int8, fp8) or of a pool (int8_token, fp8_token). Raises ModelRefused (also when the codec cannot
     keep this model's KV), ConfigInvalid, InvalidRequest (a context too short).
     """
+    pool_tokens = _pool_tokens(config, generated_tokens)
     settings = replace(
-        config.engine, store_codec="raw", pool_codec="raw", pool_tokens=_pool_tokens(config, generated_tokens)
+        config.engine,
+        store_codec="raw",
+        pool_codec="raw",
+        pool_tokens=pool_tokens,
+        batch_sequences_max=pool_tokens,  # so that each block has all layers: it is read again from its beginning
     )
     model = load_model(
         config.model,
@@ -146,41 +151,35 @@ class _CodedStore:
     def __init__(self, model: LoadedModel, layout: KvLayout) -> None:
         self.runner = model.runner
         self.table = _tables(model)[-1]
-        self._coder = BlockCoder(layout)
-        self._bytes = torch.empty(layout.block_bytes, dtype=torch.uint8, device=model.kv.device)
+        self._pool = stored_pool(model.kv, layout)
+        self._payload = memoryview(bytearray(layout.block_bytes))
 
     def take_prefix(self, tokens: Sequence[int], raw_table: Sequence[int]) -> None:
         """Have the KV of these tokens, whole blocks that are computed in `raw_table`."""
-        kv, num_blocks = self.runner.kv, len(tokens) // self.runner.kv.layout.block_tokens
+        num_blocks = len(tokens) // self.runner.kv.layout.block_tokens
         for raw_block, coded_block in zip(raw_table[:num_blocks], self.table, strict=False):
-            self._coder.encode(kv.block(raw_block), self._bytes)
-            self._coder.decode(self._bytes, kv.block(coded_block))
+            self._pool.read_block(raw_block, self._payload)
+            self._pool.write_block(coded_block, self._payload)
 
 
 class _CodedPool:
     """The same model over a quantised pool of its own."""
 
     def __init__(self, model: LoadedModel, layout: KvLayout) -> None:
-        raw = model.runner
-        self.table = range(len(_tables(model)[-1]))
-        kv = PagedKV(layout, len(self.table), device=model.kv.device)
-        self.runner = ModelRunner(
-            raw.model,
-            kv,
-            row_multiple=raw.row_multiple,
-            threads=raw.threads,
-            small_threads_max=raw.small_threads_max,
-        )
+        num_blocks = len(_tables(model)[-1])
+        coded = with_pool(model, num_blocks=num_blocks, codec=layout.codec)
+        self.runner = coded.runner
+        self.table = coded.kv.whole_blocks(num_blocks)
 
     def take_prefix(self, tokens: Sequence[int], raw_table: Sequence[int]) -> None:
         """Have the KV of these tokens: they are computed here."""
         self.runner.run_step([SequenceStep(tuple(tokens), 0, self.table, 0)])
 
 
-def _tables(model: LoadedModel) -> list[range]:
+def _tables(model: LoadedModel) -> list[list[int]]:
     """The pool's blocks: a table for each prompt of a batch, and one more."""
-    size = model.kv.num_blocks // (BATCH_PROMPTS + 1)
-    return [range(number * size, (number + 1) * size) for number in range(BATCH_PROMPTS + 1)]
+    size, blocks = model.kv.num_blocks // (BATCH_PROMPTS + 1), model.kv.whole_blocks(model.kv.num_blocks)
+    return [blocks[number * size : (number + 1) * size] for number in range(BATCH_PROMPTS + 1)]
 
 
 class _Comparison:

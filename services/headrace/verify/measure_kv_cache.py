@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.engine.load_model import LoadedModel
-from headrace.engine.model_runner import SequenceStep
+from headrace.engine.lone_sequence import LonePool, LoneSequence
 from headrace.verify.recording_runner import RecordingRunner
 
 # The yardstick of the published figure: 200 new tokens, 13.7 s without and 2.8 s with KV cache at 124M parameters.
@@ -26,7 +26,7 @@ class Growth:
     new_tokens: int
     with_cache_tokens_per_s: float
     without_cache_tokens_per_s: float
-    kv_bytes: int  # of the text, in whole blocks, as the pool holds it
+    kv_bytes: int  # of the text, in whole blocks, as the pool holds it at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,8 @@ def measure_kv_cache(
 ) -> KvCacheComparison:
     """Generate COMPARED_TOKENS tokens both ways, in the calling thread. No engine may run on the model meanwhile, and
     the pool's first blocks are overwritten."""
-    num_tokens = len(prompt) + COMPARED_TOKENS
-    block_tokens = model.kv.layout.block_tokens
-    assert num_tokens <= model.kv.num_blocks * block_tokens
-    table = range(-(-num_tokens // block_tokens))
-    run = _Runs(model, table, chunk_tokens)
-    run.compute(RecordingRunner(model.runner), list(prompt), start=0)  # warm-up: first-use work counts for neither
+    run = _Runs(model, chunk_tokens)
+    run.compute(RecordingRunner(model.runner), run.sequence(), prompt)  # warm-up: first-use work counts for neither
     report(f"decoding {COMPARED_TOKENS} tokens with KV cache")
     cached = run.generate(prompt, keeps_kv=True, report=report)
     report(f"decoding {COMPARED_TOKENS} tokens without KV cache: everything is recomputed for each token")
@@ -81,38 +77,34 @@ def measure_kv_cache(
 @dataclass(frozen=True, slots=True)
 class _Runs:
     model: LoadedModel
-    table: Sequence[int]
     chunk_tokens: int
+
+    def sequence(self) -> LoneSequence:
+        """One of nothing yet, over the whole pool."""
+        return LoneSequence(LonePool(self.model))
 
     def generate(self, prompt: Sequence[int], *, keeps_kv: bool, report: Callable[[str], None]) -> _Pass:
         runner = RecordingRunner(self.model.runner)
-        tokens, token_s = list(prompt), []
+        tokens, token_s, sequence = list(prompt), [], self.sequence()
         for new_tokens in range(COMPARED_TOKENS):
             started_s = time.perf_counter()
-            start = len(tokens) - 1 if keeps_kv and new_tokens else 0
-            tokens.append(self.compute(runner, tokens, start=start))
+            if not keeps_kv:
+                sequence.leave()
+            tokens.append(self.compute(runner, sequence, tokens))
             token_s.append(time.perf_counter() - started_s)
             if (new_tokens + 1) % (2 * GROWTH_STEP_TOKENS) == 0:
                 report(f"  {new_tokens + 1} tokens in {sum(token_s):.1f} s")
         return _Pass(tokens[len(prompt) :], token_s, runner.take_digest())
 
-    def compute(self, runner: RecordingRunner, tokens: list[int], *, start: int) -> int:
-        """Compute tokens [start, end) in chunks; the next token, greedily."""
-        while True:
-            stop = min(len(tokens), start + self.chunk_tokens)
-            is_last = stop == len(tokens)
-            step = SequenceStep(
-                token_ids=tuple(tokens[start:stop]), start=start, block_ids=self.table, num_logits=int(is_last)
-            )
-            logits = runner.run_step([step])  # [1 if is_last else 0, vocab]
-            if is_last:
-                return int(logits[0].argmax())
-            start = stop
+    def compute(self, runner: RecordingRunner, sequence: LoneSequence, tokens: Sequence[int]) -> int:
+        """Compute what the sequence lacks of the tokens, in chunks; the next token, greedily."""
+        for step in sequence.steps(tokens[sequence.end :], rows=self.chunk_tokens):
+            logits = runner.run_step([step])  # [1 if it is the last step else 0, vocab]
+        return int(logits[0].argmax())
 
 
 def _growth(model: LoadedModel, prompt_tokens: int, cached_s: list[float], recomputed_s: list[float]) -> list[Growth]:
-    layout = model.kv.layout
-    rows = []
+    block_tokens, rows = model.kv.layout.block_tokens, list[Growth]()
     for stop in range(GROWTH_STEP_TOKENS, COMPARED_TOKENS + 1, GROWTH_STEP_TOKENS):
         # The first token's time is mostly the prompt's: it would hide how fast decoding is.
         span = slice(max(1, stop - GROWTH_STEP_TOKENS), stop)
@@ -123,7 +115,7 @@ def _growth(model: LoadedModel, prompt_tokens: int, cached_s: list[float], recom
                 new_tokens=stop,
                 with_cache_tokens_per_s=len(cached_s[span]) / sum(cached_s[span]),
                 without_cache_tokens_per_s=len(recomputed_s[span]) / sum(recomputed_s[span]),
-                kv_bytes=-(-text_tokens // layout.block_tokens) * layout.block_bytes,
+                kv_bytes=model.windows.held(text_tokens, block_tokens=block_tokens) * model.layer_token_bytes,
             )
         )
     return rows

@@ -15,6 +15,7 @@ from headrace.core.clock import Deadline, SystemClock
 from headrace.core.generation import SamplingParams, TokenDelta
 from headrace.engine.drafter import Drafter
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
+from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel
 
 RUN_TIMEOUT_S = 600.0
@@ -41,7 +42,7 @@ class Ran:
     seconds: float
     num_preemptions: int
     num_shared_blocks: int  # taken from another run of the same moment instead of being computed
-    held_blocks_max: int  # of the pool, at any event of a run
+    held_bytes_max: int  # of the pool, at any event of a run
     num_drafted_tokens: int
     num_accepted_tokens: int
 
@@ -66,11 +67,11 @@ async def run_requests(
     engine = Engine(model, settings, clock=clock, drafter=drafter)
     engine.start()
     deadline = Deadline.after(RUN_TIMEOUT_S, clock)
-    held_blocks_max, started_s = 0, time.perf_counter()
+    held_bytes_max, started_s = 0, time.perf_counter()
 
     def on_event() -> None:
-        nonlocal held_blocks_max
-        held_blocks_max = max(held_blocks_max, engine.pool.num_blocks - engine.pool.available_blocks)
+        nonlocal held_bytes_max
+        held_bytes_max = max(held_bytes_max, held_bytes(engine))
 
     try:
         runs = [
@@ -90,10 +91,19 @@ async def run_requests(
         seconds=seconds,
         num_preemptions=engine.steps.num_preemptions,
         num_shared_blocks=engine.steps.num_shared_blocks,
-        held_blocks_max=held_blocks_max,
+        held_bytes_max=held_bytes_max,
         num_drafted_tokens=drafts.drafted_tokens,
         num_accepted_tokens=drafts.accepted_tokens,
     )
+
+
+def held_bytes(engine: Engine) -> int:
+    """What sequences hold of an engine's pool now."""
+    pool, layout = engine.pool, engine.kv.layout
+    held = (pool.num_blocks - pool.available_blocks) * layout.wide.block_bytes
+    if isinstance(pool, LayeredPool):
+        held += (pool.near.num_blocks - pool.available_near) * layout.near.block_bytes
+    return held
 
 
 async def answer_prompt(

@@ -46,7 +46,7 @@ from headrace.verify.plot_report import plot_report
 from headrace.verify.recording_runner import RecordingRunner
 from headrace.verify.report import PathRun, VerifyReport
 from headrace.verify.store_process import StoreProcess
-from headrace.verify.verify_together import in_one_part, verify_together
+from headrace.verify.verify_together import verify_together
 
 Report = Callable[[str], None]
 
@@ -77,9 +77,8 @@ def verify_reuse(config: Config, *, generated_tokens: int, plot: Path, report: R
     prepare_model(config.model, report=report)
     first = _load(config, generated_tokens, report)
     bench_prompt = _tokens(first, 0, _compared_prompt_tokens(first))
-    compared = first if not first.kv.layout.near_layers else in_one_part(first, num_blocks=first.kv.num_blocks)
     chunk_tokens = config.engine.prefill_chunk_tokens
-    kv_cache = measure_kv_cache(compared, bench_prompt, chunk_tokens=chunk_tokens, report=report)
+    kv_cache = measure_kv_cache(first, bench_prompt, chunk_tokens=chunk_tokens, report=report)
     company = _tokens(first, 0, COMPANY_TOKENS)
     together = verify_together(first, config.engine, company, report=report)
     report("loading the model a second time, for the second worker")
@@ -111,7 +110,6 @@ def _load(config: Config, generated_tokens: int, report: Report) -> LoadedModel:
         trust_group=config.gateway.trust_group,
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
         report=report,
-        by_parts=True,
     )
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from headrace.config import EngineSettings
 from headrace.core.generation import SamplingParams
 from headrace.engine.drafter import Draft, DraftWish
-from headrace.engine.layered_kv import LayeredKV, PoolKV, make_kv
 from headrace.engine.load_model import LoadedModel
-from headrace.engine.model_runner import ModelRunner
-from headrace.engine.paged_kv import PagedKV
+from headrace.engine.make_pool import with_pool
 from headrace.verify.run_requests import Ran, run_requests
 
 OUTPUT_TOKENS = 40
@@ -55,41 +53,14 @@ def verify_together(
     report(f"answering {len(prompts)} prompts alone, and then together in a small pool, with drafts")
     alone = asyncio.run(run_requests(model, settings, prompts, sampling=sampling, reuse=False, one_by_one=True))
     longest = -(-(max(map(len, prompts)) + OUTPUT_TOKENS) // block_tokens)
-    tight = with_pool(model, num_blocks=2 * longest + 1)
+    num_blocks = 2 * longest + 1  # and as short of near parts as of blocks
+    tight = with_pool(
+        model, num_blocks=num_blocks, num_near=min(num_blocks, 2 * model.near_window.held_blocks(num_blocks))
+    )
     crowded = replace(settings, prefill_chunk_tokens=CHUNK_TOKENS, draft_tokens=DRAFT_TOKENS)
     drafter = _AnswersKnown({tuple(p): a.token_ids for p, a in zip(prompts, alone.answers, strict=True)})
     together = asyncio.run(run_requests(tight, crowded, prompts, sampling=sampling, reuse=True, drafter=drafter))
     return _compare(alone, together)
-
-
-def with_pool(model: LoadedModel, *, num_blocks: int) -> LoadedModel:
-    """The same weights over a pool of another size."""
-    kv, num_near = model.kv, None
-    if isinstance(kv, LayeredKV):  # as short of near parts as of blocks
-        num_near = min(num_blocks, 2 * kv.near_window.held_blocks(num_blocks))
-    windows = kv.windows if isinstance(kv, LayeredKV) else {}
-    return _over(model, make_kv(kv.layout, num_blocks, windows=windows, num_near=num_near, device=kv.device))
-
-
-def in_one_part(model: LoadedModel, *, num_blocks: int) -> LoadedModel:
-    """The same weights over a pool whose blocks have all layers, for those who use blocks without account."""
-    layout = replace(model.kv.layout, near_layers=0)
-    return _over(model, PagedKV(layout, num_blocks, device=model.kv.device))
-
-
-def _over(model: LoadedModel, kv: PoolKV) -> LoadedModel:
-    runner = model.runner
-    return replace(
-        model,
-        kv=kv,
-        runner=ModelRunner(
-            runner.model,
-            kv,
-            row_multiple=runner.row_multiple,
-            threads=runner.threads,
-            small_threads_max=runner.small_threads_max,
-        ),
-    )
 
 
 class _AnswersKnown:

@@ -10,12 +10,18 @@ from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from headrace.admin.cli import main
+from headrace.core.layer_windows import LayerWindows
 from headrace.core.model_work import MachineLimits, ModelWork
 from headrace.diagnose.diagnose_model import Diagnosis, MemoryRow, StepRow
 from headrace.diagnose.give_advice import give_advice
 
 WORK = ModelWork(
-    layer_weights=900_000, output_weights=100_000, weight_bytes=2, attention_width=1_000, kv_token_bytes=2_000
+    layer_weights=900_000,
+    output_weights=100_000,
+    weight_bytes=2,
+    layer_attention_width=500,
+    layer_kv_bytes=1_000,
+    windows=LayerWindows((None, None)),
 )
 LIMITS = MachineLimits(flops_per_s=100e9, bytes_per_s=10e9)
 
@@ -79,3 +85,18 @@ def test_a_step_near_its_floor_is_not_said_to_have_overhead():
 
 def test_advice_does_without_steps_that_a_short_context_has_no_room_for():
     assert give_advice(replace(make_diagnosis(ratio=1.0), steps=()))
+
+
+def test_advice_says_what_windows_bound():
+    """Fails if a limit is named that windows keep away, or none where a layer sees everything."""
+    windows = replace(WORK, windows=LayerWindows((64, 64)))
+    bounded = (MemoryRow(1, None, None), MemoryRow(64, None, None))
+    text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), work=windows, memory=bounded)))
+    assert "2 of 2 layers read the last 64" in text
+    assert "reads more weights than KV, however long" in text
+    assert "room for 64 sequences, however long they are" in text
+    some = (MemoryRow(1, None, None), MemoryRow(64, 500, 700))
+    text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), work=windows, memory=some)))
+    assert "With 64 sequences of 500 tokens" in text
+    assert "which 64 sequences of 700 tokens fill" in text
+    assert "layers read" not in "\n".join(give_advice(make_diagnosis(ratio=1.0)))

@@ -31,7 +31,6 @@ def test_company_changes_no_bit_of_an_answer(case: str, tmp_path: Path):
         trust_group="tests",
         hash_algorithm=HashAlgorithm.XXH3_128,
         report=lambda line: None,
-        by_parts=True,
     )
     dice = random.Random(case)
     found = verify_together(

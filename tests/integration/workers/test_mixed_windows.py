@@ -9,7 +9,7 @@ import pytest
 
 from headrace.config import EngineSettings, ModelSettings, StoreSettings
 from headrace.core.block import HashAlgorithm
-from headrace.core.generation import CachedTokens
+from headrace.core.generation import CachedTokens, EvictSelector
 from headrace.core.key_window import KeyWindow
 from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
 from headrace.engine.layered_kv import LayeredKV
@@ -44,7 +44,6 @@ def load(path: Path, *, pool_blocks: int = POOL_BLOCKS, codec: str = "raw") -> L
         trust_group="tests",
         hash_algorithm=HashAlgorithm.XXH3_128,
         report=lambda line: None,
-        by_parts=True,
     )
 
 
@@ -264,6 +263,59 @@ async def test_nothing_is_prefilled_for_others_behind_a_window_of_another_host(
     result = await moved.prefill(longer, hint_nodes=("node-1",))
     assert (result.reused_blocks, result.published_blocks) == (3 * WINDOW_BLOCKS, 0)
     assert moved.worker.engine.pool.resident_blocks(moved.request(longer, cache=None).prompt) == 3 * WINDOW_BLOCKS
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+async def test_what_is_computed_behind_such_a_window_later_is_stored_there_too(
+    family, store_node, other_node, make_worker, membership, gemma_dir, mistral_dir, prompts
+):
+    """The next turns find the window in the worker's pool, and nobody tells where it came from. Fails if they are kept
+    nowhere from then on."""
+    path = gemma_dir if family == "gemma3" else mistral_dir
+    first = await make_worker("first", **loaded(path))
+    moved = await make_worker("moved", near=False, **loaded(path))
+    for worker in (first, moved):
+        await worker.worker._node_table.refresh()
+    conversation = prompts(3 * WINDOW, salt=41)
+    await first.decode(conversation)
+    await first.published()
+    await moved.decode(conversation, hint_nodes=("node-1",))
+    for turn in range(2):
+        conversation = [*conversation, *prompts(3 * B, salt=42 + turn)]
+        reply = await moved.decode(conversation)
+        assert reply.cached.device == len(conversation) - 3 * B
+        await moved.published()
+    again = await first.decode([*conversation, 5])
+    assert again.cached.total == len(conversation)
+    assert again.same_answer_as(await first.cold([*conversation, 5]))
+    assert not moved.faults
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+async def test_a_prefill_behind_a_window_of_its_own_pool_is_stored_whole_where_the_store_lacks_what_is_before(
+    family, store_node, other_node, make_worker, membership, gemma_dir, mistral_dir, prompts
+):
+    """A window that came from another host, and one whose beginning the store has dropped since. Fails if a prefill
+    worker computes what no store keeps, while a decode worker waits for it and then computes it itself."""
+    path = gemma_dir if family == "gemma3" else mistral_dir
+    first = await make_worker("first", **loaded(path))
+    moved = await make_worker("moved", near=False, **loaded(path))
+    for worker in (first, moved):
+        await worker.worker._node_table.refresh()
+    conversation, blocks = prompts(3 * WINDOW, salt=51), 3 * WINDOW_BLOCKS
+    await first.prefill(conversation)
+    await moved.decode(conversation, hint_nodes=("node-1",))
+    longer = [*conversation, *prompts(2 * B, salt=52)]
+    result = await moved.prefill(longer)
+    assert (result.reused_blocks, result.published_blocks) == (0, blocks + 2)
+    again = await moved.prefill([*longer, *prompts(B, salt=53)])  # its node has all of it now
+    assert (again.reused_blocks, again.published_blocks) == (blocks + 2, blocks + 3)
+    prompt = first.request(longer, cache=None).prompt
+    store_node.node.evict(EvictSelector(namespace=prompt.namespace), dry_run=False)
+    result = await first.prefill(longer)
+    assert (result.reused_blocks, result.published_blocks) == (0, blocks + 2)
+    reply = await first.decode([*longer, 5], computed_from=0)
+    assert reply.same_answer_as(await first.cold([*longer, 5]))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])

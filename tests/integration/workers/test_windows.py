@@ -15,6 +15,9 @@ from headrace.core.generation import CacheControl, CachedTokens
 from headrace.core.key_window import KeyWindow
 from headrace.engine.load_model import LoadedModel, load_model
 
+from .conftest import meet
+from .priced_steps import PricedSteps
+
 B, VOCAB = 8, 256
 WINDOW = 64
 WINDOW_BLOCKS = 8
@@ -71,7 +74,6 @@ def load(path: Path, *, pool_blocks: int) -> tuple[LoadedModel, list[str]]:
         trust_group="tests",
         hash_algorithm=HashAlgorithm.XXH3_128,
         report=lines.append,
-        by_parts=True,
     )
     return model, lines
 
@@ -156,6 +158,32 @@ async def test_prefill_and_decode_apart_hand_over_the_window_only(store_node, ma
     longer = [*token_ids, *prompts(3 * B, salt=4)]
     again = await decode.prefill(longer)  # behind a window that came from the store just now
     assert (again.reused_blocks, again.published_blocks) == (PROMPT_MAX // B, PROMPT_MAX // B + 3)
+
+
+async def test_sequences_that_gave_their_blocks_up_read_one_window_back(store_node, make_worker, mistral_dir, prompts):
+    """Five sequences that grow past their window, to ten blocks each, with 32 for all. Fails if a block comes back wrong
+    or is leaked, if more than a window is moved for one, or if all of it is computed again."""
+    steps = PricedSteps(price=1_000)  # nothing is read back so slowly that computing it would be sooner
+    model, _ = load(mistral_dir, pool_blocks=60)
+    worker = await make_worker("worker", model=model, steps=steps)
+    engine = worker.worker.engine
+    asked = [prompts(4 * B + number, salt=50 + number) for number in range(5)]
+    cold = [await worker.cold(token_ids, max_tokens=56) for token_ids in asked]
+    taken = engine.pool.take(engine.pool.num_blocks - 32)
+    read_before = store_node.node.stat().read_bytes
+    try:
+        replies = await meet(worker, steps, [worker.decode(token_ids, max_tokens=56) for token_ids in asked])
+    finally:
+        engine.pool.unref_all(taken.block_ids)
+    for reply, want in zip(replies, cold, strict=True):
+        assert reply.same_answer_as(want)
+        assert reply.cached.total == 0
+    preemption = engine.steps.preemption
+    assert preemption.num_preemptions > 0
+    assert preemption.num_reloads > 0
+    read = store_node.node.stat().read_bytes - read_before
+    assert read <= preemption.num_reloads * WINDOW_BLOCKS * model.namespace.layout.block_bytes
+    assert worker.faults == []
 
 
 async def test_a_window_from_another_host_gives_the_same_bits(store_node, make_worker, mistral_dir, prompts):

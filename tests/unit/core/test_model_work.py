@@ -1,11 +1,20 @@
 """The roofline's arithmetic, against figures worked out by hand."""
 
-import pytest
+from dataclasses import replace
 
+from headrace.core.layer_windows import LayerWindows
 from headrace.core.model_work import MachineLimits, ModelWork
 
-# 1,000 weights in blocks, 200 in the output layer, 2 bytes each; attention 10 wide; 8 bytes of KV a token.
-WORK = ModelWork(layer_weights=1_000, output_weights=200, weight_bytes=2, attention_width=10, kv_token_bytes=8)
+# 1,000 weights in blocks, 200 in the output layer, 2 bytes each; two layers, in each attention 5 wide and 4 bytes of KV
+# a token: 10 wide and 8 bytes in all.
+WORK = ModelWork(
+    layer_weights=1_000,
+    output_weights=200,
+    weight_bytes=2,
+    layer_attention_width=5,
+    layer_kv_bytes=4,
+    windows=LayerWindows((None, None)),
+)
 LIMITS = MachineLimits(flops_per_s=10_000.0, bytes_per_s=1_000.0)
 
 
@@ -45,4 +54,25 @@ def test_no_batch_is_limited_by_arithmetic_when_kv_takes_longer_to_read_than_to_
 
 
 def test_kv_passes_the_weights_where_both_are_as_many_bytes():
-    assert WORK.kv_passes_weights_tokens * 8 == pytest.approx(WORK.step_bytes)
+    assert WORK.kv_passes_weights_tokens() * 8 == WORK.step_bytes
+    assert WORK.kv_passes_weights_tokens(3) * 3 * 8 == WORK.step_bytes
+
+
+def test_a_layer_with_a_window_reads_and_multiplies_no_more_than_that():
+    """One of the two layers sees 16 tokens: of 100 keys both together read 116, and of 10 twenty."""
+    mixed = replace(WORK, windows=LayerWindows((16, None)))
+    assert mixed.decode_step(3, 99).num_bytes == 2 * 1_200 + 3 * 116 * 4
+    assert mixed.decode_step(3, 99).flops == 3 * (2 * 1_200 + 4 * 5 * 116)
+    assert mixed.decode_step(1, 9) == WORK.decode_step(1, 9)
+    # Positions 14 to 18 see 15 to 19 keys in the one layer, 15 and then 16 in the other; four keys are seen by none.
+    prefill = mixed.prefill(5, context_tokens=14)
+    assert prefill.flops == 2 * (5 * 1_000 + 200) + 4 * 5 * ((15 + 16 + 17 + 18 + 19) + (15 + 4 * 16))
+    assert prefill.num_bytes == 2 * 1_200 + (19 + 19) * 4
+    assert mixed.prefill(5, context_tokens=20).num_bytes == 2 * 1_200 + (25 + 20) * 4
+
+
+def test_windows_put_off_where_kv_passes_the_weights_or_keep_it_away():
+    """2,400 bytes of weights are 600 layer-tokens: 584 of the layer that sees all and 16 of the other; or never."""
+    assert replace(WORK, windows=LayerWindows((16, None))).kv_passes_weights_tokens() == 584
+    assert replace(WORK, windows=LayerWindows((16, 16))).kv_passes_weights_tokens(18) is None
+    assert replace(WORK, windows=LayerWindows((16, 16))).kv_passes_weights_tokens(20) == 15

@@ -73,7 +73,6 @@ def mixed_model(mixed_dir: Path) -> LoadedModel:
         trust_group="tests",
         hash_algorithm=HashAlgorithm.XXH3_128,
         report=lines.append,
-        by_parts=True,
     )
     said = [line for line in lines if "the others see all" in line]
     assert len(said) == 1, lines

@@ -16,7 +16,7 @@ from headrace.core.limits import SAVE_PATIENCE_MS
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
 from headrace.engine.schedule_step import StepPlan
 
-from .conftest import BLOCK_TOKENS, VOCAB, admit, begin_together, gate_of, in_step, until
+from .conftest import BLOCK_TOKENS, VOCAB, StandingClock, admit, begin_together, gate_of, in_step, until
 from .hashed_model import CopyingBackup, HashedRunner, expected_answer, make_hashed_engine
 from .test_block_pool import ManualClock
 
@@ -59,19 +59,31 @@ async def answer(
 
 
 async def ask_all(
-    engine: Engine, prompts: Sequence[Sequence[int]], backups: Sequence[CopyingBackup | None]
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    backups: Sequence[CopyingBackup | None],
+    *,
+    use_device: bool = True,
 ) -> "list[asyncio.Task[tuple[tuple[int, ...], RunFinished]]]":
     """All at once, each with 40 tokens. No step has gone yet, nor goes."""
     gate_of(engine).let_go(0)
-    asks = [answer(engine, p, max_tokens=40, backup=b) for p, b in zip(prompts, backups, strict=True)]
+    asks = [
+        answer(engine, p, max_tokens=40, backup=b, use_device=use_device) for p, b in zip(prompts, backups, strict=True)
+    ]
     return await begin_together(engine, asks)
 
 
-async def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], backups: Sequence[CopyingBackup | None]) -> None:
+async def answer_all(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    backups: Sequence[CopyingBackup | None],
+    *,
+    use_device: bool = True,
+) -> None:
     """All at once, each with 40 tokens; every answer must be the right one. Consumers keep up with the steps."""
-    replies = await in_step(engine, await ask_all(engine, prompts, backups))
+    replies = await in_step(engine, await ask_all(engine, prompts, backups, use_device=use_device))
     for prompt, (tokens, finished) in zip(prompts, replies, strict=True):
-        assert tokens == expected_answer(prompt, 40)
+        assert tokens == expected_answer(prompt, 40, window_tokens=engine.window.tokens)
         assert finished.num_reused_blocks == 0
     engine.pool.check_integrity()
 
@@ -129,6 +141,40 @@ async def test_what_does_not_come_back_is_computed(make_engine: MakeEngine, relo
     await answer_all(engine, PROMPTS, backups)
     assert engine.steps.num_preemptions > 0
     assert (engine.steps.preemption.num_reloads > 0) == (reloads_max > 0)
+
+
+WINDOW = 3 * BLOCK_TOKENS  # each sequence comes to hold 4 blocks, and asks for up to 8 when it comes back
+
+
+async def test_of_a_model_with_windows_the_last_one_is_read_back(make_engine: MakeEngine) -> None:
+    """Five sequences in a pool of 16, whose blocks in it are not found again; the second has eight, and is back soonest,
+    since only it can be read back. Fails if more is moved than the window before the place where it was, if that is
+    taken for less, or if all is computed again."""
+    prompts = [PROMPTS[0], make_tokens(62, seed=9), *PROMPTS[1:4]]
+    how = {"num_blocks": 16, "window_tokens": WINDOW, "clock": StandingClock()}
+    computing = make_hashed_engine(make_engine, **how)
+    await answer_all(computing, prompts, [None] * 5, use_device=False)
+    engine = make_hashed_engine(make_engine, **how)
+    long = CopyingBackup(engine)
+    await answer_all(engine, prompts, [None, long, None, None, None], use_device=False)
+    preemption = engine.steps.preemption
+    assert 0 < long.num_reloaded <= preemption.num_reloads * engine.window.prefix_blocks
+    assert preemption.num_reloaded_blocks >= preemption.num_reloads * 7
+    assert rows(engine) < rows(computing)
+
+
+@pytest.mark.parametrize("use_device", [True, False])
+@pytest.mark.parametrize("reloads_max", [0, 1, 1_000])
+async def test_less_than_a_window_that_comes_back_is_of_no_use(
+    make_engine: MakeEngine, reloads_max: int, use_device: bool
+) -> None:
+    """Fails if a sequence goes on behind half a window, or without the prefix that it had found in the pool."""
+    engine = make_hashed_engine(make_engine, num_blocks=16, window_tokens=WINDOW)
+    backups = [CopyingBackup(engine) for _ in PROMPTS]
+    for backup in backups:
+        backup.reloads_max = reloads_max
+    await answer_all(engine, PROMPTS, backups, use_device=use_device)
+    assert engine.steps.num_preemptions > 0
 
 
 async def test_blocks_that_nobody_keeps_are_stored_before_they_are_given_up(make_engine: MakeEngine) -> None:

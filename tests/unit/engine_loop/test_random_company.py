@@ -45,8 +45,7 @@ def make_ask(rng: random.Random, engine: Engine, heads: list[list[int]], *, kind
         prompt += rng.choices(range(1, VOCAB), k=rng.randrange(1, 12))
     plain = kind == "counted"
     backup = None
-    # Of what a window has passed nothing is stored, so a prefix could not be read back from its first block on.
-    if kind == "tight" and not engine.window.bounded and rng.random() < 0.6:
+    if kind == "tight" and rng.random() < 0.6:
         backup = CopyingBackup(engine, copies_filled=rng.random() < 0.7)
         backup.reloads_max = rng.choice((0, 1, 2, 1_000))
         backup.delay_s = rng.choice((0.0, 0.002))

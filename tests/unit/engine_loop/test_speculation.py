@@ -249,7 +249,7 @@ async def test_a_draft_model_that_agrees_is_right_at_every_temperature(
         assert_equal(one, other)
     stats = engine.speculation()
     assert stats.accepted_tokens > 0.9 * stats.drafted_tokens > 9
-    assert len(drafter._free_blocks) == 40, "a sequence that has ended holds no blocks"
+    assert drafter._pool.account.available_blocks == 40, "a sequence that has ended holds no blocks"
 
 
 async def test_a_drafter_that_fails_costs_no_answer(make_engine: MakeEngine) -> None:

@@ -95,9 +95,9 @@ def test_seconds_are_estimated_from_operations_and_bytes():
 
 
 def test_concurrency_is_bounded_by_room_and_by_the_target():
-    """100,000 tokens are 10 sequences of 10,000; 50 ms at 10 + 5 ms each are 8."""
+    """Room for 10 sequences of 10,000; 50 ms at 10 + 5 ms each are 8."""
     decode = DecodeCost(base_s=0.010, sequence_s=0.001, kv_token_s=4e-7)
-    row = context_row(10_000, decode, 100_000, 0.050)
+    row = context_row(10_000, decode, fit=10, itl_s=0.050)
     assert (row.fit, row.within_itl) == (10, 8)
     assert row.itl_ms == pytest.approx(50.0)
     # 1 sequence takes 10 + 5 ms, 8 take 10 + 40; 32 have no room.

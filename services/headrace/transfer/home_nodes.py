@@ -1,0 +1,64 @@
+"""Which store node has a prefix that this worker's own node lacks, so that what stands on it can be kept.
+
+A model with windows loads no more of a prefix than it reads. Where that came over the network, or a store has dropped
+what the pool still has the window of, the node of this host has nothing before it, and keeps no block without its
+parent. The pool may have such a window long afterwards, when nobody says any more where it came from: so that is
+remembered.
+"""
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from headrace.core.block import BlockHash, CacheSource, HashedPrompt
+from headrace.core.clock import Deadline
+from headrace.core.generation import GenerateRequest
+from headrace.core.ports import StoreNodes
+from headrace.engine.engine import Engine
+from headrace.transfer.find_reach import find_reach
+from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan
+
+
+class HomeNodes:
+    """Of one worker, on its event loop. Of a model without windows a pool has whole prefixes, and nothing is known."""
+
+    def __init__(self, engine: Engine, nodes: StoreNodes) -> None:
+        self._pool = engine.pool
+        self._window = engine.window if engine.window.bounded else engine.near_window
+        self._nodes = nodes
+        # The last block of a prefix to the node that has it. No more of them are in use than the pool has blocks.
+        self._homes: OrderedDict[BlockHash, str] = OrderedDict()
+
+    def find(self, prompt: HashedPrompt, loaded: LoadedPrefix, *, num_device: int, hint_nodes: tuple[str, ...]) -> str:
+        """The node that has the prefix of a prompt, where this worker's own is not known to: the pool had `num_device`
+        blocks of it, and the rest was loaded just now. "": nobody, or its own."""
+        if not self._window.bounded:
+            return ""
+        node_id, end = "", num_device + loaded.num_blocks
+        if loaded.sources[-1:] == (CacheSource.GRPC,):
+            node_id = next((each for each in hint_nodes if self._nodes.sink_at(each) is not None), "")
+        elif not loaded.sources:
+            known = (self._homes.get(block_hash, "") for block_hash in reversed(prompt.chain[:num_device]))
+            node_id = next((each for each in known if each and self._nodes.sink_at(each) is not None), "")
+        if node_id:
+            self._homes[prompt.chain[end - 1]] = node_id
+            self._homes.move_to_end(prompt.chain[end - 1])
+            if len(self._homes) > self._pool.num_blocks:
+                self._homes.popitem(last=False)
+        return node_id
+
+    async def storable(self, request: GenerateRequest, *, deadline: Deadline) -> GenerateRequest:
+        """The request, so that the worker's sink can keep what is computed for it. Where the pool has the window of a
+        prefix and the sink not what is before it, the pool's blocks are not reused: all is computed from where the
+        sink's prefix ends. Asks the sink, if the pool has a window; one round trip. Raises nothing of the cache."""
+        sources = request.cache.sources
+        if not self._window.bounded or CacheSource.DEVICE not in sources:
+            return request
+        first = self._window.first_of_prefix(self._pool.resident_blocks(request.prompt))
+        if not first:
+            return request
+        ways = frozenset({CacheSource.SHARED_MEMORY, CacheSource.GRPC})
+        plan = LoadPlan(first_block=0, end_block=first, sources=ways, hint_nodes=(self._nodes.sink_node_id(),))
+        reach, _ = await find_reach(request.prompt, plan=plan, nodes=self._nodes, deadline=deadline)
+        if reach == first:
+            return request
+        return replace(request, cache=replace(request.cache, sources=sources - {CacheSource.DEVICE}))
