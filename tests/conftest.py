@@ -1,5 +1,6 @@
 """Servers that tests share: one real Valkey process for the whole run."""
 
+import signal
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -15,6 +16,10 @@ PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("headrace", derandomize=True, **PATIENT)
 settings.register_profile("explore", **PATIENT)
 settings.load_profile("headrace")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and so would be all processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,13 @@ from headrace.client.client import HeadraceClient
 from headrace_cluster.launch_local import down, launch_local
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starting a system takes a minute where others compute, and the first test of each does that, too."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-llama")
