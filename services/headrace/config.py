@@ -23,6 +23,7 @@ from headrace.core.telemetry_limits import METRICS_PORTS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 STORE_CODECS = ("raw", "int8", "fp8")
+ATTENTION_BACKENDS = ("auto", "gather", "flex")
 POOL_CODECS = {"raw": "raw", "int8": "int8_token", "fp8": "fp8_token"}  # setting -> KvLayout.codec
 
 
@@ -40,6 +41,11 @@ class ModelSettings:
     dtype: str = setting("auto", "auto (the checkpoint's), bfloat16, float16 or float32.")
     device: str = setting("auto", "auto (cuda when present), cpu or cuda.")
     exact: bool = setting(True, "Exact mode: logits do not depend on chunking, batch or cache. CPU only.")
+    attention_backend: str = setting(
+        "auto",
+        "How attention reads KV: gather (what exact mode needs), flex (FlexAttention, pages in place; needs exact: "
+        "false), or auto (flex on CUDA where exact is false; docs/engine.md).",
+    )
     torch_threads: int = setting(0, "Threads per worker for torch. 0: all cores of the host, at most 4.")
 
 
@@ -355,6 +361,7 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("dtype", "must be auto, bfloat16, float16 or float32")
     if config.model.device not in ("auto", "cpu", "cuda"):
         raise ConfigInvalid("device", "must be auto, cpu or cuda")
+    _check_attention(config)
     for key in ("gateways", "decode_workers"):
         if getattr(cluster, key) < 1:
             raise ConfigInvalid(key, "must be at least 1")
@@ -367,3 +374,17 @@ def _check(config: Config) -> None:
         most = getattr(cluster, key)
         if most and (most < fixed or not fixed):
             raise ConfigInvalid(key, f"must be 0 or at least {key.removesuffix('_max')}, of which there must be one")
+
+
+def _check_attention(config: Config) -> None:
+    if config.model.attention_backend not in ATTENTION_BACKENDS:
+        raise ConfigInvalid("attention_backend", f"must be one of {', '.join(ATTENTION_BACKENDS)}")
+    if config.model.attention_backend != "flex":
+        return
+    if config.model.exact:
+        raise ConfigInvalid(
+            "attention_backend",
+            "flex gives a row other bits in another batch: set exact to false with it, or use gather",
+        )
+    if config.engine.pool_codec != "raw":
+        raise ConfigInvalid("attention_backend", "flex reads numbers, not codes: set pool_codec to raw, or use gather")

@@ -52,6 +52,17 @@ def test_a_pool_has_a_codec_or_its_store_and_never_both():
     assert load_config({"pool_codec": "fp8"}, environ={}).engine.pool_codec == "fp8"
 
 
+def test_flex_attention_is_refused_where_bits_are_promised_or_a_pool_holds_codes():
+    """Fails if exact mode could run on kernels whose bits depend on the batch."""
+    with pytest.raises(ConfigInvalid, match="attention_backend.*exact"):
+        load_config({"attention_backend": "flex"}, environ={})
+    with pytest.raises(ConfigInvalid, match="attention_backend.*pool_codec"):
+        load_config({"attention_backend": "flex", "exact": False, "pool_codec": "int8"}, environ={})
+    with pytest.raises(ConfigInvalid, match="auto, gather, flex"):
+        load_config({"attention_backend": "sdpa"}, environ={})
+    assert load_config({"attention_backend": "flex", "exact": False}, environ={}).model.attention_backend == "flex"
+
+
 def test_unknown_keys_are_refused_by_name(tmp_path):
     file = tmp_path / "headrace.yaml"
     file.write_text("arena_gb: 10\n")

@@ -160,7 +160,7 @@ class Namespace:
     adapter_digest: str
     layout: KvLayout
     position_digest: str  # rotary and window parameters
-    numerics_probe: str  # digest of a fixed probe prompt's KV bytes; "" where exactness is not claimed
+    numerics_probe: str  # digest of a fixed probe prompt's KV bytes; where exactness is not claimed "", or "flex"
     hash_algorithm: HashAlgorithm
     trust_group: str
     format_version: int = FORMAT_VERSION

@@ -16,15 +16,19 @@ This file owns the arithmetic of attention and the rules that make a row's bits 
 Most of a small step's time is the cost of calling operators. So what does not depend on the layer (masks, indices,
 buffers and the views of them) is made once a step, in a plan, and a layer is a few operators over it.
 
+A step's context says who attends once its rows are stored: `attend_gathered`, which is this file's arithmetic, or
+`flex_attention.py`, which promises no bits.
+
 It knows nothing of models, schedulers or who owns a block. The step's context travels by a contextvar, because some
 models drop unknown keyword arguments on the way to the attention function.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +58,7 @@ class SequenceSpan:
     row: int
     num_rows: int
     start: int
-    block_table: torch.Tensor  # [blocks] int64; covers the end of the last tile, filled up with any valid block id
+    block_table: torch.Tensor  # [blocks] int64, on the CPU; covers the last tile's end, filled up with any valid id
     first_key: int = 0  # KV of earlier positions is not there (any valid block id is): no layer of the model sees it
 
     @property
@@ -149,7 +153,8 @@ class StepContext:
     spans: Sequence[SequenceSpan]
     slots: torch.Tensor  # [real rows] int64: block_id * block_tokens + offset of each row
     scratch: Scratch
-    plans: dict[int | None, Plan] = field(default_factory=dict)  # by window
+    attention: "Attention"
+    plans: dict[int | None, Any] = field(default_factory=dict)  # by window: what `attention` makes of the step
     # Where layers with a window have a pool of their own: the same rows over that one, and each layer's place in its.
     near: "StepContext | None" = None
     place_of: Mapping[int, int] = field(default_factory=dict)
@@ -159,6 +164,11 @@ class StepContext:
         if self.near is None:
             return self, layer
         return (self if rule.window is None else self.near), self.place_of[layer]
+
+
+# Rows of a step over the pages of their sequences, once their K and V are in the pool: the context, which of the layers
+# of its pool, query [rows, heads, head_dim] and the layer's rule. Gives what `attend` gives.
+Attention = Callable[[StepContext, int, torch.Tensor, LayerRule], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -236,7 +246,12 @@ def attend(layer: int, query: torch.Tensor, keys_values: torch.Tensor, rule: Lay
         return query.new_zeros((query.shape[0], query.shape[1] * query.shape[2]))
     context, layer = context.of_layer(layer, rule)
     context.kv.write_rows(layer, context.slots, keys_values[: context.slots.shape[0]].transpose(0, 1))
-    plan = context.plans.get(rule.window)
+    return context.attention(context, layer, query, rule)
+
+
+def attend_gathered(context: StepContext, layer: int, query: torch.Tensor, rule: LayerRule) -> torch.Tensor:
+    """An `Attention`: each sequence's K and V are gathered, and have matrix products of their own. The exact one."""
+    plan: Plan | None = context.plans.get(rule.window)
     if plan is None:
         plan = context.plans[rule.window] = _plan_step(context, query, rule.window)
     gathered = None
@@ -322,7 +337,7 @@ def _plan_gather(
     stop_key = tile_keys(spans[0].end - 1, window).stop
     first_block, offset = divmod(first_key, layout.block_tokens)
     tables = torch.stack([span.block_table[first_block:] for span in spans])  # [sequences, blocks]
-    rows = kv.rows_of(tables)  # [2, sequences, kv_heads, blocks]
+    rows = kv.rows_of(tables.to(kv.device))  # [2, sequences, kv_heads, blocks]
     copied = context.scratch.take("gathered", (rows.numel(), layout.block_tokens * layout.head_dim), like)
     # [2, sequences, kv_heads, keys from the first block on, head_dim]
     by_sequence = copied.view(*rows.shape[:3], -1, layout.head_dim)

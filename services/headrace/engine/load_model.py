@@ -25,6 +25,7 @@ from headrace.core.key_window import EVERYTHING, KeyWindow, model_window
 from headrace.core.layer_windows import LayerWindows
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.check_model import local_directory
+from headrace.engine.choose_attention import choose_attention
 from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.collapse_pages import collapse_pages
 from headrace.engine.compare_forward import compare_forward
@@ -140,6 +141,7 @@ def load_model(
     runner = ModelRunner(
         model, kv, row_multiple=numerics.row_multiple, threads=threads, small_threads_max=numerics.small_threads_max
     )
+    not_exact = "flex" if choose_attention(runner, settings, engine, name=name, report=report) else ""
     return LoadedModel(
         name=name,
         path=path,
@@ -152,7 +154,7 @@ def load_model(
             adapter_digest="",
             layout=layout if engine.store_codec == "raw" else replace(layout, codec=engine.store_codec),
             position_digest=position_digest(config, shapes.windows),
-            numerics_probe=numerics.digest if exact else "",
+            numerics_probe=numerics.digest if exact else not_exact,
             hash_algorithm=hash_algorithm,
             trust_group=trust_group,
         ),
@@ -236,10 +238,9 @@ def _read_weights(name: str, path: Path, settings: ModelSettings) -> PreTrainedM
         raise ConfigInvalid("device", "no CUDA device is present; use auto or cpu")
     dtype: Any = "auto" if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
     try:
-        model = load_weights(path, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        return load_weights(path, dtype=dtype, attn_implementation=ATTENTION_NAME).to(device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelRefused(name, f"its weights cannot be loaded: {error}") from error
-    return model.to(device)
 
 
 def _kv_layout(name: str, model: PreTrainedModel, shapes: ShapeProbe, engine: EngineSettings) -> KvLayout:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from headrace.core.clock import Clock
 from headrace.core.key_window import KeyWindow
+from headrace.engine.attention import attend_gathered
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.layered_kv import LayeredKV, PoolKV, make_kv
 from headrace.engine.layered_pool import LayeredPool
@@ -37,5 +38,6 @@ def with_pool(model: LoadedModel, *, num_blocks: int, num_near: int | None = Non
             row_multiple=runner.row_multiple,
             threads=runner.threads,
             small_threads_max=runner.small_threads_max,
+            attention=attend_gathered if codec else runner.attention,
         ),
     )

@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace.engine.attention import TILE, Scratch, SequenceSpan, StepContext, attending
+from headrace.engine.attention import (
+    TILE,
+    Attention,
+    Scratch,
+    SequenceSpan,
+    StepContext,
+    attend_gathered,
+    attending,
+)
 from headrace.engine.layered_kv import LayeredKV, PoolKV
 from headrace.engine.packed_linear import PackedLinear
 from headrace.engine.paged_kv import PagedKV
@@ -47,6 +55,7 @@ class ModelRunner:
         row_multiple: int,
         threads: int,
         small_threads_max: int | None = None,
+        attention: Attention = attend_gathered,
     ) -> None:
         """row_multiple: rows of every linear layer's input are padded to a multiple of this (1: not at all).
 
@@ -59,6 +68,7 @@ class ModelRunner:
         self.row_multiple = row_multiple
         self.threads = threads
         self.small_threads_max = max(1, threads if small_threads_max is None else small_threads_max)
+        self.attention = attention
         self._scratch = Scratch()
         sizes = [
             module.in_features * module.out_features
@@ -67,6 +77,8 @@ class ModelRunner:
         ]
         self._linear_weights = median(sizes) if sizes else PARALLEL_WORK_MIN
         self._choice = ThreadChoice(self.small_threads_max)
+        if kv.device.type != "cpu":
+            self.pin_threads(max(1, threads))  # nothing to try; and what torch has compiled is of one thread count
 
     @torch.inference_mode()
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
@@ -99,6 +111,10 @@ class ModelRunner:
                 logits_to_keep=torch.tensor(self._padded(wanted or [0]), device=device),
             )
         logits = output.logits[0, : len(wanted)].float().cpu()
+        if not wanted and device.type == "cuda":
+            # Nothing has waited for the device so far: this step would look short and the next one long to those who
+            # learn from steps what computing costs.
+            torch.cuda.current_stream(device).synchronize()
         if self._is_small(len(token_ids)):
             self._choice.took(len(token_ids), time.perf_counter() - started_s)
         return logits
@@ -156,7 +172,7 @@ class ModelRunner:
                     row=len(slots),
                     num_rows=len(step.token_ids),
                     start=step.start,
-                    block_table=torch.tensor(table, dtype=torch.int64, device=device),
+                    block_table=torch.tensor(table, dtype=torch.int64),
                     first_key=step.first_block * block_tokens,
                 )
             )
@@ -166,6 +182,7 @@ class ModelRunner:
             spans=spans,
             slots=torch.tensor(slots, dtype=torch.int64, device=device),
             scratch=self._scratch,
+            attention=self.attention,
         )
 
 

@@ -100,6 +100,18 @@ class PagedKV:
             rows_out = target.unflatten(1, (-1, head_dim))
             decode_rows(some, scales.index_select(0, piece), rows_out, codec=self.layout.codec)
 
+    def in_place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's K and V of all blocks where they lie, two `[1, num_kv_heads, slots, head_dim]`. Of a raw pool
+        only."""
+        assert self._is_raw
+        keys, values = self._by_slot[layer].unflatten(0, (2, 1, -1))
+        return keys, values
+
+    def blank_slots(self, layer: int, slots: torch.Tensor) -> None:
+        """Zero one layer's K and V of slots that nothing is in; the caller owns the blocks. Of a raw pool only."""
+        assert self._is_raw
+        self._by_slot[layer].index_fill_(1, slots, 0)
+
     def block(self, block_id: int) -> torch.Tensor:
         """One block's numbers in place, `layout.shape`, strided; for those who own it. Of a raw pool only."""
         assert self._is_raw
