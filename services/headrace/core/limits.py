@@ -400,8 +400,8 @@ CARRY_BUDGETS_MS = 10_000
 # is 4.5 MB, which still goes in one message.
 BUDGET_NAMESPACES_MAX = 128
 
-# Share of an arena that all protected minima together may take: the rest must be able to turn over, or everybody
-# without a minimum is refused.
+# Share of an arena that all protected minima together may take, and with what is pinned (unless pins alone may take
+# more): the rest must be able to turn over, or everybody without a minimum is refused.
 PROTECTED_SHARE_MAX = 0.8
 
 # How long one batch of blocks may take to a peer while a node is drained, and how many blocks travel at once: four of

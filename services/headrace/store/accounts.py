@@ -44,6 +44,7 @@ class Account:
     host_bytes: int = 0
     disk_blocks: int = 0
     disk_bytes: int = 0
+    pinned_bytes: int = 0  # of what it has in the arena
     refused_blocks: int = 0  # its own quota left no room
     evicted_blocks: int = 0  # gone for its own quota's sake
     least_block_bytes: int = 0  # of those ever added; 0: none was
@@ -108,6 +109,14 @@ class Accounts:
 
     # Events of the arena
 
+    def pinned(self, block: "HeldBlock") -> None:
+        """A pin keeps a block that none kept before."""
+        self.of(block.header).pinned_bytes += block.slot_bytes
+
+    def unpinned(self, block: "HeldBlock") -> None:
+        """No pin keeps a block any more."""
+        self.of(block.header).pinned_bytes -= block.slot_bytes
+
     def added(self, block: "HeldBlock") -> "list[HeldBlock]":
         """A block takes room. Returns withheld leaves that the policy may be offered again."""
         account = self.of(block.header)
@@ -138,6 +147,19 @@ class Accounts:
             order.offer(block.key)
 
     # What a minimum protects
+
+    @property
+    def bytes_min(self) -> int:
+        """All minima together."""
+        return sum(account.bytes_min for account in self._protected)
+
+    def kept_bytes(self, more_pinned: "Iterable[HeldBlock]" = ()) -> int:
+        """What must be able to stay at once: each account's pinned blocks, or its minimum where that is more, since its
+        pinned blocks are part of what the minimum protects. more_pinned: counted as pinned, which they are not yet."""
+        pinned = {account.name: account.pinned_bytes for account in self}
+        for block in more_pinned:
+            pinned[self.of(block.header).name] += block.slot_bytes
+        return sum(max(account.bytes_min, pinned[account.name]) for account in self)
 
     def withholds(self, block: "HeldBlock") -> bool:
         """Whether a leaf that the policy named must stay for its account's minimum; if so, it is remembered here."""
@@ -186,6 +208,8 @@ class Accounts:
         for name, account in self._accounts.items():
             assert account.host_blocks == len(blocks[name]), "an account's blocks are not those held"
             assert account.host_bytes == sum(block.slot_bytes for block in blocks[name]), "an account's bytes are not"
+            pinned_bytes = sum(block.slot_bytes for block in blocks[name] if block.pin_refs)
+            assert account.pinned_bytes == pinned_bytes, "an account's pinned bytes are not those of its pinned blocks"
             keys = {block.key: block for block in blocks[name]}
             assert all(keys.get(key) is block for key, block in account.withheld.items()), "a withheld block is gone"
             assert (account.order is not None) == (account.bytes_max is not None or account.bytes_min > 0)
@@ -212,6 +236,7 @@ class Accounts:
             self._count_in(account, block)
             account.host_bytes += block.slot_bytes
             account.host_blocks += 1
+            account.pinned_bytes += block.slot_bytes if block.pin_refs else 0
         for block in sorted(held, key=lambda each: (each.used_s, -each.header.position)):
             order = self.of(block.header).order
             if order is not None:

@@ -9,12 +9,14 @@ have a block leave.
 from collections.abc import Iterable
 
 from headrace.blocks.host_arena import HostArena, SlotTerms
+from headrace.core.limits import PROTECTED_SHARE_MAX
 from headrace.core.retention import NO_END_UNIX_MS
 from headrace.store.held_blocks import BlockKey, HeldBlock, HeldBlocks
 
 
 class Pins:
-    """All pins of one node. `bytes_max` is what they may take together; whoever pins asks first."""
+    """All pins of one node. `bytes_max` is what they may take together, `kept_bytes_max` what they and accounts'
+    protected minima may; whoever pins or protects asks first."""
 
     def __init__(self, arena: HostArena, blocks: HeldBlocks, *, share: float) -> None:
         """share: of the arena's data bytes."""
@@ -22,6 +24,7 @@ class Pins:
         self._blocks = blocks
         self.share = share
         self.bytes_max = int(share * arena.data_bytes)
+        self.kept_bytes_max = int(max(share, PROTECTED_SHARE_MAX) * arena.data_bytes)
         self.pinned_bytes = 0
         self._pinned: dict[BlockKey, HeldBlock] = {}
         self._next_end_unix_ms = NO_END_UNIX_MS
@@ -38,6 +41,7 @@ class Pins:
         for held in chain_of(block):
             if held.pin_refs == 0:
                 self.pinned_bytes += held.slot_bytes
+                self._blocks.accounts.pinned(held)
             held.pin_refs += 1
 
     def restore(self, block: HeldBlock, terms: SlotTerms) -> None:
@@ -55,6 +59,7 @@ class Pins:
             assert held.pin_refs >= 0, "a pin was taken back twice"
             if held.pin_refs == 0:
                 self.pinned_bytes -= held.slot_bytes
+                self._blocks.accounts.unpinned(held)
                 freed.append(held)
             if held.ordered_unix_ms:
                 self._blocks.expect(held)  # an order that the pin kept from being carried out
@@ -72,10 +77,10 @@ class Pins:
         self._next_end_unix_ms = min(ends, default=NO_END_UNIX_MS)
         return len(over)
 
-    def bytes_beyond(self, blocks: Iterable[HeldBlock]) -> int:
-        """How many more bytes pins would take with these pinned too."""
+    def beyond(self, blocks: Iterable[HeldBlock]) -> list[HeldBlock]:
+        """What pins would keep with these pinned too and do not keep now."""
         kept = {held.key: held for block in blocks for held in chain_of(block)}
-        return sum(held.slot_bytes for held in kept.values() if held.pin_refs == 0)
+        return [held for held in kept.values() if held.pin_refs == 0]
 
     def check_integrity(self) -> None:
         """References and bytes, counted anew from the marks, are those kept, and the records say the same."""

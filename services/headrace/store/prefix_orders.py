@@ -40,22 +40,18 @@ class PrefixOrders:
         self._counters = counters
 
     def pin(self, selector: EvictSelector, *, until_unix_ms: int | None) -> ControlReport:
-        """Keep the named blocks and all before them. All or nothing: refused when pins would take more than they may.
-        A block that is pinned already gets the new end."""
+        """Keep the named blocks and all before them. All or nothing: refused when pins would take more than they may,
+        alone or with what is protected. A block that is pinned already gets the new end."""
         roots = self._named(selector)
         if not roots:
             return self._not_held(selector)
-        beyond = self._pins.bytes_beyond(roots)
-        total, bytes_max = self._pins.pinned_bytes + beyond, self._pins.bytes_max
-        if beyond and total > bytes_max:
+        why = self._why_no_room(self._pins.beyond(roots))
+        if why:
             self._counters.refused_pins += 1
-            why = (
-                f"{beyond} bytes more than the {self._pins.pinned_bytes} pinned already are {total}; "
-                f"pins may take {bytes_max}, {self._pins.share:.0%} of the arena"
-            )
             return self._report(ControlOutcome.REFUSED, (), until_unix_ms=until_unix_ms, why=why)
+        end_unix_ms = NO_END_UNIX_MS if until_unix_ms is None else until_unix_ms
         for root in roots:
-            self._pins.pin(root, NO_END_UNIX_MS if until_unix_ms is None else until_unix_ms)
+            self._pins.pin(root, end_unix_ms)
         kept = {held.key: held for root in roots for held in chain_of(root)}
         return self._report(ControlOutcome.DONE, kept.values(), until_unix_ms=until_unix_ms)
 
@@ -84,6 +80,25 @@ class PrefixOrders:
         why = "what a pin keeps goes when that ends" if any(root.pin_refs for root in roots) and expires_unix_ms else ""
         report = self._report(ControlOutcome.DONE, held.values(), until_unix_ms=expires_unix_ms, why=why)
         return _with_disk(report, self._on_disk(held))
+
+    def _why_no_room(self, beyond: list[HeldBlock]) -> str:
+        """Why these cannot be kept for certain, with the arithmetic; "" when they can."""
+        pins, accounts = self._pins, self._blocks.accounts
+        num_bytes = sum(block.slot_bytes for block in beyond)
+        total = pins.pinned_bytes + num_bytes
+        if num_bytes and total > pins.bytes_max:
+            return (
+                f"{num_bytes} bytes more than the {pins.pinned_bytes} pinned already are {total}; "
+                f"pins may take {pins.bytes_max}, {pins.share:.0%} of the arena"
+            )
+        kept = accounts.kept_bytes(beyond)
+        if kept > accounts.kept_bytes() and kept > pins.kept_bytes_max:
+            return (
+                f"{num_bytes} bytes more than the {pins.pinned_bytes} pinned already, with protected minima of "
+                f"{accounts.bytes_min}, less what is both, are {kept}; pins and minima together may take "
+                f"{pins.kept_bytes_max} of the arena: lower a minimum or take a pin back"
+            )
+        return ""
 
     def _named(self, selector: EvictSelector) -> list[HeldBlock]:
         return [block for block in select_roots(self._blocks, selector) if block.visible]

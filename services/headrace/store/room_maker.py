@@ -6,7 +6,7 @@ of trust groups and the eviction order. What leaving takes (the index, the disk,
 that in as `remove`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -25,6 +25,7 @@ from headrace.store.accounts import Account, Accounts
 from headrace.store.disk_blocks import DiskBlocks
 from headrace.store.held_blocks import HeldBlock, HeldBlocks
 from headrace.store.node_counters import NodeCounters
+from headrace.store.pins import Pins
 from headrace.store.removal_log import OVER_QUOTA
 
 
@@ -41,12 +42,14 @@ class RoomMaker:
         disk: DiskBlocks,
         counters: NodeCounters,
         *,
+        pins: Pins,
         remove: Callable[[HeldBlock], None],
     ) -> None:
         self._arena = arena
         self._blocks = blocks
         self._disk = disk
         self._counters = counters
+        self._pins = pins
         self._remove = remove
         self._budgets: tuple[Budget, ...] = ()
         self.because: Callable[[str], AbstractContextManager[None]] = lambda reason: nullcontext()
@@ -106,7 +109,8 @@ class RoomMaker:
 
     def set_budgets(self, budgets: Iterable[Budget]) -> tuple[Budget, ...]:
         """Merge rows into the table and answer it whole. Raises InvalidRequest, with the arithmetic, when what is
-        protected would be more than PROTECTED_SHARE_MAX of the arena, or the table too large; then nothing changes."""
+        protected would be more than PROTECTED_SHARE_MAX of the arena, or more than fits beside what is pinned, or the
+        table too large; then nothing changes."""
         rows = tuple(budgets)
         asked = {row.account: row.namespaces for row in rows}
         merged = tuple(_capped(row, asked.get(row.account, ())) for row in merge_budgets((self._budgets, rows)))
@@ -121,6 +125,7 @@ class RoomMaker:
                 f" {self._arena.data_bytes} bytes can be protected ({PROTECTED_SHARE_MAX:.0%}): lower one of them",
                 param="bytes_min",
             )
+        self._check_beside_pins(merged)
         self._budgets = merged
         self.accounts.set_budgets(merged, held=self._blocks, disk=self._disk)
         for block in self._blocks:
@@ -128,12 +133,7 @@ class RoomMaker:
         return merged
 
     def usage(self) -> list[AccountUsage]:
-        """What each account has, "" (what belongs to no account that has a row) last. Passes over all blocks."""
-        pinned: dict[str, int] = {}
-        for block in self._blocks:
-            if block.pin_refs:
-                name = self.accounts.of(block.header).name
-                pinned[name] = pinned.get(name, 0) + block.slot_bytes
+        """What each account has, "" (what belongs to no account that has a row) last."""
         named = sorted(self.accounts, key=lambda account: (account.name == "", account.name))
         return [
             AccountUsage(
@@ -142,7 +142,7 @@ class RoomMaker:
                 host_bytes=account.host_bytes,
                 disk_blocks=account.disk_blocks,
                 disk_bytes=account.disk_bytes,
-                pinned_bytes=pinned.get(account.name, 0),
+                pinned_bytes=account.pinned_bytes,
                 refused_blocks=account.refused_blocks,
                 evicted_blocks=account.evicted_blocks,
             )
@@ -150,6 +150,19 @@ class RoomMaker:
         ]
 
     # Steps
+
+    def _check_beside_pins(self, budgets: Sequence[Budget]) -> None:
+        """A pin may have been there first; a table that asks for no more than the one in force is always taken."""
+        ahead = Accounts()
+        ahead.set_budgets(budgets, held=[block for block in self._blocks if block.pin_refs], disk=())
+        kept, kept_max = ahead.kept_bytes(), self._pins.kept_bytes_max
+        if kept > kept_max and kept > self.accounts.kept_bytes():
+            raise InvalidRequest(
+                f"the protected minima would be {ahead.bytes_min} bytes in all, which with {self._pins.pinned_bytes} "
+                f"pinned, less what is both, are {kept}; pins and minima together may take {kept_max} of this node's "
+                f"{self._arena.data_bytes} bytes: lower a minimum or take a pin back",
+                param="bytes_min",
+            )
 
     def _keep_quota(self, account: Account, new_bytes: int, parent: HeldBlock | None) -> bool:
         """Have the account's own oldest leaves leave until so much more is within its quota; False when they cannot."""

@@ -94,7 +94,9 @@ class StoreNode:
         self._departures = Departures(
             arena, self._blocks, self.disk, self._claims, changes=self._changes, pins=self._pins, counters=self.counters
         )
-        self.room = RoomMaker(arena, self._blocks, self.disk, self.counters, remove=self._departures.remove)
+        self.room = RoomMaker(
+            arena, self._blocks, self.disk, self.counters, pins=self._pins, remove=self._departures.remove
+        )
         self.orders = PrefixOrders(
             self.holder_id, self._blocks, self.disk, pins=self._pins, terms=self._terms, counters=self.counters
         )
@@ -181,8 +183,7 @@ class StoreNode:
         `suspects` are indices of leased blocks whose bytes did not check out: each (at most SUSPECTS_MAX of them) is
         checked here again, and dropped with all that stand on it when it is really broken.
         """
-        held = self._claims.leases.pop(lease_id, None)
-        if held is None:
+        if (held := self._claims.leases.pop(lease_id, None)) is None:
             return
         named = [held.blocks[i] for i in dict.fromkeys(suspects) if i < len(held.blocks)][:SUSPECTS_MAX]
         broken = [block for block in named if not self._whole(block)]
@@ -251,8 +252,7 @@ class StoreNode:
 
     def abort(self, reservation_id: str) -> None:
         """Give a slot back unwritten, with every reservation that stands on it; unknown ids are fine."""
-        held = self._claims.reservations.get(reservation_id)
-        if held is not None:
+        if (held := self._claims.reservations.get(reservation_id)) is not None:
             self._departures.drop_reserved(held.block)
 
     # The clock, operators
@@ -363,20 +363,19 @@ class StoreNode:
     # Steps
 
     def _reserve_one(self, header: BlockHeader, retention: Retention) -> SlotOutcome:
-        block_hash = header.block_hash
         header = replace(header, payload_xxh3=0)
-        stored = self._blocks.get(header.namespace, block_hash)
+        stored = self._blocks.get(header.namespace, header.block_hash)
         if stored is not None:
             self._blocks.touch(stored, self._clock.now_s())
             self._terms.use(stored, retention)
-            return AlreadyStored(block_hash)
-        if self.disk.get((header.namespace, block_hash)) is not None:
+            return AlreadyStored(header.block_hash)
+        if self.disk.get((header.namespace, header.block_hash)) is not None:
             retention = KEEP  # as somebody asked who stored it before: the disk has no others
         header_bytes = encode_header(header)
         slot = None if self.draining else self.room.slot_for(header, header_bytes)
         if slot is None:
             self.counters.refused_blocks += 1
-            return NotStored(block_hash)
+            return NotStored(header.block_hash)
         block = self._add_block(header, header_bytes, slot=slot, state=SlotState.RESERVED)
         self._terms.begin(block, retention)
         block.reservation_id = self._new_id("r")

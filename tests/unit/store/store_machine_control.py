@@ -1,8 +1,9 @@
 """The store machine under operators' orders: pins, moments, budgets of accounts, eviction ahead of need, drain.
 
 A pinned prefix stays readable through everything but broken bytes and the end of its pin. Pins are all or nothing, by
-exact bytes. Room for others never takes an account below its minimum, and no account grows beyond its quota. Pins and
-moments stand in the arena's records; the table of budgets is told to each new process, as the service does.
+exact bytes. Pins and minima together never take more than can be kept. Room for others never takes an account below its
+minimum, and no account grows beyond its quota. Pins and moments stand in the arena's records; the table of budgets is
+told to each new process, as the service does.
 """
 
 from collections.abc import Iterable
@@ -49,6 +50,7 @@ class ControlMachine(ClaimsMachine):
         roots, pinned = self.model.named(selector), self.model.kept_by_pins()
         beyond = {key for root in roots for key in ancestry(root.key)} - pinned
         refused = bool(beyond) and bytes_of(beyond | pinned) > int(PIN_SHARE * self.arena.data_bytes)
+        refused = refused or self.grows_too_much(self.budgets, beyond | pinned)
         marks = {each.key: replace(each.terms, pinned_until_unix_ms=until or NO_END_UNIX_MS) for each in roots}
         with self.call(may_set={} if refused else marks):
             report = self.node.pin(selector, until_unix_ms=until)
@@ -152,6 +154,7 @@ class ControlMachine(ClaimsMachine):
         table = self.budgets | {account: row}
         protected = sum(each.bytes_min for each in table.values())
         refused = protected > int(PROTECTED_SHARE_MAX * self.arena.data_bytes)
+        refused = refused or self.grows_too_much(table, self.model.kept_by_pins())
         try:
             assert self.node.room.set_budgets([row]) == tuple(table[name] for name in sorted(table))
             assert not refused, "more was protected than may be"
@@ -174,6 +177,24 @@ class ControlMachine(ClaimsMachine):
             self.budgets = self.table_before = found
         self.node.room.set_budgets(self.budgets.values())
         self.bytes_allowed = {name: self.account_bytes(name) for name in self.budgets}
+
+    def kept(self, table: dict[str, Budget], pinned: set[Key]) -> int:
+        """What a table protects and pins keep, in bytes; what is both counts once."""
+        of_account: dict[str, int] = dict.fromkeys([*table, ""], 0)
+        for key in pinned:
+            account = BLOCKS[key].account
+            of_account[account if account in table else ""] += BLOCKS[key].slot_bytes
+        minima = {name: row.bytes_min for name, row in table.items()}
+        return sum(max(num_bytes, minima.get(name, 0)) for name, num_bytes in of_account.items())
+
+    def grows_too_much(self, table: dict[str, Budget], pinned: set[Key]) -> bool:
+        """Whether these minima and pins are more than an arena can keep, and more than it keeps now."""
+        kept = self.kept(table, pinned)
+        return kept > self.kept_max and kept > self.kept(self.budgets, self.model.kept_by_pins())
+
+    @property
+    def kept_max(self) -> int:
+        return int(PROTECTED_SHARE_MAX * self.arena.data_bytes)
 
     def account_of(self, key: Key) -> str:
         """The account whose row counts for a block: "" where its own has none."""
@@ -259,6 +280,7 @@ class ControlMachine(ClaimsMachine):
     def check_readable(self) -> None:
         super().check_readable()
         pinned = self.model.kept_by_pins()
+        assert self.kept(self.budgets, pinned) <= self.kept_max, "more is to be kept than can be"
         usage = {each.account: each for each in self.node.room.usage()}
         for name in self.budgets.keys() | {""}:
             found, has = usage[name], self.account_bytes(name)

@@ -16,8 +16,9 @@ from headrace.core.block import HashAlgorithm, HashedPrompt, NamespaceId, hash_p
 from headrace.core.budgets import AccountUsage, Budget
 from headrace.core.errors import InvalidRequest
 from headrace.core.eviction import PolicyName
-from headrace.core.generation import EvictSelector
+from headrace.core.generation import ControlOutcome, ControlReport, EvictSelector
 from headrace.core.limits import BACKGROUND_REMOVALS_MAX, BUDGET_NAMESPACES_MAX, BUDGETS_MAX, DEMOTE_QUEUE_BYTES_MAX
+from headrace.store.recover_arena import recover_arena
 from headrace.store.removal_log import OVER_QUOTA, RemovalLog
 from headrace.store.store_node import StoreNode
 
@@ -264,6 +265,64 @@ def test_minima_beyond_the_share_that_may_be_protected_are_refused_with_the_arit
         kit.node.room.set_budgets([budget_of("b", blocks_min=4), budget_of("c", blocks_max=1)])
     assert kit.node.room.budgets() == table
     kit.node.room.set_budgets([budget_of("b", blocks_min=3)])
+
+
+def restarted(kit: StoreKit, *, pin_share: float) -> StoreKit:
+    arena = kit.arena.reattached()
+    recovered = recover_arena(arena)
+    node = StoreNode(arena, node_id="n1", clock=kit.clock, recovered=recovered, pin_share=pin_share)
+    return StoreKit(kit.clock, arena, kit.changes, node)
+
+
+def pin(kit: StoreKit, prompt: HashedPrompt) -> ControlReport:
+    report = kit.node.pin(EvictSelector(block_hashes=(prompt.chain[-1],)), until_unix_ms=None)
+    kit.node.check_integrity()
+    return report
+
+
+def test_a_pin_that_does_not_fit_beside_what_is_protected_is_refused_with_the_arithmetic():
+    """Fails when pins and minima are each within their own bound, and together more than the arena: what is protected
+    could not be kept. What is both, pinned and protected, is needed once."""
+    kit = make_kit(blocks=10)  # pins may take 5, minima 8, both together 8
+    kit.node.room.set_budgets([budget_of("a", blocks_min=6)])
+    store(kit, prompt_of("b", 1, 2))
+    store(kit, prompt_of("b", 2))
+    store(kit, prompt_of("a", 1, 2))
+    assert pin(kit, prompt_of("b", 1, 2)).outcome is ControlOutcome.DONE
+    refused = pin(kit, prompt_of("b", 2))
+    assert refused.outcome is ControlOutcome.REFUSED
+    assert f"{UNIT} bytes more than the {2 * UNIT} pinned already, with protected minima of {6 * UNIT}" in refused.why
+    assert f"are {9 * UNIT}; pins and minima together may take {8 * UNIT} of the arena" in refused.why
+    assert pin(kit, prompt_of("a", 1, 2)).outcome is ControlOutcome.DONE
+    kit.node.room.set_budgets([budget_of("a", blocks_min=5, at=2)])
+    assert pin(kit, prompt_of("b", 2)).outcome is ControlOutcome.DONE
+
+
+def test_a_minimum_that_does_not_fit_beside_what_is_pinned_is_refused_with_the_arithmetic():
+    kit = make_kit(blocks=10)
+    store(kit, prompt_of("b", 1, 4))
+    assert pin(kit, prompt_of("b", 1, 4)).outcome is ControlOutcome.DONE
+    arithmetic = f"would be {5 * UNIT} bytes in all, which with {4 * UNIT} pinned, less what is both, are {9 * UNIT}"
+    with pytest.raises(InvalidRequest, match=f"{arithmetic}; .* may take {8 * UNIT} of this node's {10 * UNIT} bytes"):
+        kit.node.room.set_budgets([budget_of("a", blocks_min=5)])
+    assert kit.node.room.budgets() == ()
+    kit.node.room.set_budgets([budget_of("a", blocks_min=4)])
+    kit.node.room.set_budgets([budget_of("b", blocks_min=4)])  # what is pinned is part of it
+    kit.node.check_integrity()
+
+
+def test_a_node_that_keeps_too_much_already_takes_every_word_that_asks_for_no_more():
+    """Fails when the arena of another run, in which pins had a larger share, bars a quota or a lower minimum."""
+    kit = make_kit(blocks=10)
+    store(kit, prompt_of("b", 1, 7))
+    kit = restarted(kit, pin_share=0.9)
+    kit.node.room.set_budgets([budget_of("a", blocks_min=2)])
+    assert pin(kit, prompt_of("b", 1, 7)).outcome is ControlOutcome.DONE
+    kit = restarted(kit, pin_share=0.5)
+    with pytest.raises(InvalidRequest, match="lower a minimum"):
+        kit.node.room.set_budgets([budget_of("a", blocks_min=2)])
+    kit.node.room.set_budgets([budget_of("a", blocks_max=2)])
+    kit.node.check_integrity()
 
 
 def test_a_table_has_a_bound_of_accounts_and_each_of_namespaces():
