@@ -125,7 +125,9 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
                     f"for_s must lie in 0..{TTL_S_MAX} seconds; leave it out for no end", param="for_s"
                 )
             until_unix_ms = self._clock.unix_ms() + math.ceil(request.for_s * 1_000)
-        return await self._order(request, lambda selector: self._node.pin(selector, until_unix_ms=until_unix_ms))
+        return await self._order(
+            request, lambda each: self._node.pin(each, until_unix_ms=until_unix_ms, carried=request.carried)
+        )
 
     async def _set_ttl(self, request: Any) -> Any:
         expires_unix_ms: int | None = None
@@ -133,7 +135,7 @@ class CacheAdminOfNode(pb_grpc.CacheAdminServicer):
             ttl_s = checked_ttl(request.ttl_s, param="ttl_s")
             expires_unix_ms = self._clock.unix_ms() + math.ceil(ttl_s * 1_000)
         return await self._order(
-            request, lambda selector: self._node.set_ttl(selector, expires_unix_ms=expires_unix_ms)
+            request, lambda each: self._node.set_ttl(each, expires_unix_ms=expires_unix_ms, carried=request.carried)
         )
 
     async def _order(self, request: Any, carry_out: Callable[[EvictSelector], ControlReport]) -> Any:

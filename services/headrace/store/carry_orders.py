@@ -15,7 +15,8 @@ TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1_000
 
 
 async def carry_orders(block: MovingBlock, *, peer: Any, unix_ms: int, who: str) -> str:
-    """Have a peer that holds a block keep it pinned, or let it go, as it was ordered here. "" or why it does not.
+    """Have a peer that holds a block keep it pinned, or let it go, as it was ordered here. "" or why it does not. What
+    the peer was told itself stands where it keeps a pin longer, or has the block go sooner.
 
     peer: its CacheAdmin.  unix_ms: now, from which what is left is counted.
     """
@@ -23,13 +24,13 @@ async def carry_orders(block: MovingBlock, *, peer: Any, unix_ms: int, who: str)
     selector = pb.Selector(namespace=namespace, block_hashes=[block_hash])
     asked = []
     if block.pinned_until_unix_ms:
-        pin = pb.PinRequest(selector=selector, who=who)
+        pin = pb.PinRequest(selector=selector, who=who, carried=True)
         if block.pinned_until_unix_ms < NO_END_UNIX_MS:
             pin.for_s = max(block.pinned_until_unix_ms - unix_ms, 1) / 1_000
         asked.append((peer.Pin, pin))
     if block.ordered_unix_ms:
         left_s = min(max((block.ordered_unix_ms - unix_ms) / 1_000, TTL_S_MIN), TTL_S_MAX)
-        asked.append((peer.SetTtl, pb.SetTtlRequest(selector=selector, ttl_s=left_s, who=who)))
+        asked.append((peer.SetTtl, pb.SetTtlRequest(selector=selector, ttl_s=left_s, who=who, carried=True)))
     try:
         for call, request in asked:
             for report in (await call(request, timeout=TIMEOUT_S)).reports:

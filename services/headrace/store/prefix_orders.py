@@ -39,9 +39,10 @@ class PrefixOrders:
         self._terms = terms
         self._counters = counters
 
-    def pin(self, selector: EvictSelector, *, until_unix_ms: int | None) -> ControlReport:
+    def pin(self, selector: EvictSelector, *, until_unix_ms: int | None, carried: bool = False) -> ControlReport:
         """Keep the named blocks and all before them. All or nothing: refused when pins would take more than they may,
-        alone or with what is protected. A block that is pinned already gets the new end."""
+        alone or with what is protected. A block that is pinned already gets the new end; carried: if
+        that is later, since the pin comes with the block from another node and is not this node's operator's word."""
         roots = self._named(selector)
         if not roots:
             return self._not_held(selector)
@@ -51,7 +52,7 @@ class PrefixOrders:
             return self._report(ControlOutcome.REFUSED, (), until_unix_ms=until_unix_ms, why=why)
         end_unix_ms = NO_END_UNIX_MS if until_unix_ms is None else until_unix_ms
         for root in roots:
-            self._pins.pin(root, end_unix_ms)
+            self._pins.pin(root, max(end_unix_ms, root.pinned_until_unix_ms) if carried else end_unix_ms)
         kept = {held.key: held for root in roots for held in chain_of(root)}
         return self._report(ControlOutcome.DONE, kept.values(), until_unix_ms=until_unix_ms)
 
@@ -64,8 +65,9 @@ class PrefixOrders:
         freed = [held for root in pinned for held in self._pins.unpin(root)]
         return self._report(ControlOutcome.DONE, freed)
 
-    def set_ttl(self, selector: EvictSelector, *, expires_unix_ms: int | None) -> ControlReport:
-        """Have the named blocks and all that stand on them go at a moment; None takes such orders back."""
+    def set_ttl(self, selector: EvictSelector, *, expires_unix_ms: int | None, carried: bool = False) -> ControlReport:
+        """Have the named blocks and all that stand on them go at a moment; None takes such orders back. carried: as in
+        `pin`; an order that is there already and comes sooner stands."""
         roots = self._named(selector)
         if expires_unix_ms is None:
             ordered = [root for root in roots if root.ordered_unix_ms]
@@ -75,7 +77,8 @@ class PrefixOrders:
         if not roots:
             return self._not_held(selector)
         for root in roots:
-            self._terms.order(root, expires_unix_ms or 0)
+            sooner = carried and 0 < root.ordered_unix_ms < (expires_unix_ms or 0)
+            self._terms.order(root, root.ordered_unix_ms if sooner else expires_unix_ms or 0)
         held = {b.key: b for root in roots for b in self._blocks.with_descendants(root) if b.visible}
         why = "what a pin keeps goes when that ends" if any(root.pin_refs for root in roots) and expires_unix_ms else ""
         report = self._report(ControlOutcome.DONE, held.values(), until_unix_ms=expires_unix_ms, why=why)

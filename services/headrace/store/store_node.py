@@ -272,20 +272,20 @@ class StoreNode:
         """Whether another `expire` now would find more: its steps are bounded."""
         return self._blocks.is_due(self._clock.unix_ms())
 
-    def pin(self, selector: EvictSelector, *, until_unix_ms: int | None) -> ControlReport:
+    def pin(self, selector: EvictSelector, *, until_unix_ms: int | None, carried: bool = False) -> ControlReport:
         """Keep the blocks that a selector names, and all before them; as `PrefixOrders.pin`."""
         self.expire()
-        return self.orders.pin(selector, until_unix_ms=until_unix_ms)
+        return self.orders.pin(selector, until_unix_ms=until_unix_ms, carried=carried)
 
     def unpin(self, selector: EvictSelector) -> ControlReport:
         """Take pins back; as `PrefixOrders.unpin`."""
         self.expire()
         return self.orders.unpin(selector)
 
-    def set_ttl(self, selector: EvictSelector, *, expires_unix_ms: int | None) -> ControlReport:
+    def set_ttl(self, selector: EvictSelector, *, expires_unix_ms: int | None, carried: bool = False) -> ControlReport:
         """Have a prefix go at a moment, in every tier, or take that back; as `PrefixOrders.set_ttl`."""
         self.expire()
-        return self.orders.set_ttl(selector, expires_unix_ms=expires_unix_ms)
+        return self.orders.set_ttl(selector, expires_unix_ms=expires_unix_ms, carried=carried)
 
     def evict(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         """Remove what the selector means and is not in use, tails first; dry, only say what would go."""

@@ -20,7 +20,7 @@ from headrace.core.block import HashedPrompt, payload_digest
 from headrace.core.errors import StoreUnavailable
 from headrace.core.generation import EvictSelector
 from headrace.core.ports import NotStored
-from headrace.core.retention import KEEP, Retention
+from headrace.core.retention import KEEP, NO_END_UNIX_MS, Retention
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.store.drain_node import MovingBlocks, drain_node
 from headrace.store.drain_peer import DrainPeer
@@ -368,6 +368,34 @@ async def test_pins_and_orders_hold_on_the_peer_and_pinned_prefixes_go_first(fle
     assert abs(there[ordered.chain[1]].ordered_unix_ms - over_unix_ms) < 60_000
     assert [there[block_hash].pin_refs for block_hash in pinned.chain] == [1, 1, 1, 1, 0, 0]
     assert next(iter(new.service.node.residents())).header.block_hash == pinned.chain[0]
+
+
+async def test_what_a_peer_was_told_itself_stands_where_it_keeps_longer_or_ends_sooner(fleet):
+    """Fails when a drain shortens a pin that an operator gave the peer, or puts off the end that he ordered there."""
+    old, new = await fleet.start("old"), await fleet.start("new")
+    now, hour = CLOCK.unix_ms(), 3_600_000
+    prompts = [make_prompt(token, 3) for token in range(1, 7)]
+    shorter, longer, endless, sooner, later, taken_over = (prompt.chain[-1] for prompt in prompts)
+    for node in (old, new):
+        for prompt in prompts:
+            node.keep(prompt)
+    here = {shorter: now + 2 * hour, longer: now + hour, endless: now + hour, taken_over: None}
+    for block_hash, until in here.items():
+        old.service.node.pin(named(block_hash), until_unix_ms=until)
+    for block_hash, until in {shorter: now + hour, longer: now + 3 * hour, endless: None}.items():
+        new.service.node.pin(named(block_hash), until_unix_ms=until)
+    for node, ends in ((old, (2, 2)), (new, (1, 3))):
+        for block_hash, hours in zip((sooner, later), ends, strict=True):
+            node.service.node.set_ttl(named(block_hash), expires_unix_ms=now + hours * hour)
+    last = await old.drained(new)
+    assert (last.present_blocks, last.error) == (18, "")
+    there = {block.header.block_hash: block for block in new.service.node.residents()}
+    pins = [there[block_hash].pinned_until_unix_ms for block_hash in (shorter, longer, endless, taken_over)]
+    assert pins[1:] == [now + 3 * hour, NO_END_UNIX_MS, NO_END_UNIX_MS]
+    assert abs(pins[0] - (now + 2 * hour)) < 60_000
+    ordered = [there[block_hash].ordered_unix_ms for block_hash in (sooner, later)]
+    assert ordered[0] == now + hour
+    assert abs(ordered[1] - (now + 2 * hour)) < 60_000
 
 
 async def test_a_pin_that_the_peer_refuses_is_said(fleet):

@@ -490,24 +490,28 @@ class Finding(_message.Message):
     def __init__(self, check: _Optional[str] = ..., holder: _Optional[str] = ..., ok: _Optional[bool] = ..., detail: _Optional[str] = ..., fixed: _Optional[str] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("selector", "for_s", "who")
+    __slots__ = ("selector", "for_s", "who", "carried")
     SELECTOR_FIELD_NUMBER: _ClassVar[int]
     FOR_S_FIELD_NUMBER: _ClassVar[int]
     WHO_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     selector: Selector
     for_s: float
     who: str
-    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., for_s: _Optional[float] = ..., who: _Optional[str] = ...) -> None: ...
+    carried: bool
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., for_s: _Optional[float] = ..., who: _Optional[str] = ..., carried: _Optional[bool] = ...) -> None: ...
 
 class SetTtlRequest(_message.Message):
-    __slots__ = ("selector", "ttl_s", "who")
+    __slots__ = ("selector", "ttl_s", "who", "carried")
     SELECTOR_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     WHO_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     selector: Selector
     ttl_s: float
     who: str
-    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., ttl_s: _Optional[float] = ..., who: _Optional[str] = ...) -> None: ...
+    carried: bool
+    def __init__(self, selector: _Optional[_Union[Selector, _Mapping]] = ..., ttl_s: _Optional[float] = ..., who: _Optional[str] = ..., carried: _Optional[bool] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ("reports",)
