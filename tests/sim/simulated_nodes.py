@@ -124,6 +124,7 @@ class DirectStore:
             slots=tuple(block.slot for block in run.blocks),
             expires_in_ms=run.expires_in_ms,
             num_wide=min(len(run.blocks), max(0, whole_from - first_block)),
+            ends=tuple((block_hash, in_ms / 1000) for block_hash, in_ms in run.ends_ms),
         )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

@@ -144,3 +144,40 @@ def test_an_order_for_another_tier_is_none_of_the_pools(tier):
         assert held(worker) == 3
 
     order()
+
+
+@pytest.mark.parametrize(("worker_id", "hints"), [("late-a", ()), ("late-b", ("a",))])
+def test_a_worker_that_starts_after_an_order_hears_of_it_with_the_blocks(worker_id, hints):
+    """Fails when only those who lived when an operator ordered a prefix away let it go: what a later worker loads would
+    stay in its pool for as long as there is room, though the node has dropped it at the moment."""
+
+    async def main(clock):
+        world = World(clock)
+
+        async def ask(worker, **fields):
+            call = world.decode_call(worker, world.request(TOKENS, max_tokens=2), **fields)
+            return await answer_of(decode_tokens(call, worker))
+
+        await ask(await world.add_worker("early-a", WorkerRole.BOTH))
+        await asyncio.sleep(1)  # published
+        node = world.nodes["a"].node
+        assert node.set_ttl(HEAD, expires_unix_ms=clock.unix_ms() + 30_000).blocks == 2
+        late = await world.add_worker(worker_id, WorkerRole.BOTH)
+        await asyncio.sleep(10)
+        answer = await ask(late, hint_nodes=hints)
+        assert answer.finished.usage.cached.total == 3 * B
+        assert held(late) == 3
+        await asyncio.sleep(18)
+        assert held(late) == 3
+        await asyncio.sleep(4)
+        assert held(late) == 1
+        node.expire()
+        assert node.lookup(NAMESPACE.id, make_prompt(TOKENS).chain) == 1
+        await ask(late, hint_nodes=hints)  # computed anew, and no order is left that would take it
+        await asyncio.sleep(60)
+        assert held(late) == 3
+        await world.stop()
+        await asyncio.sleep(60)
+        world.check_at_rest()
+
+    run_virtual(main, seed=1)

@@ -329,3 +329,25 @@ def test_a_store_node_that_is_away_costs_hits_only():
         world.check_at_rest()
 
     run_virtual(main, seed=1)
+
+
+@virtually
+async def test_what_was_computed_while_the_store_node_was_away_is_stored_with_its_next_use(world: World):
+    """Fails when a node's death keeps blocks that a worker has out of the store for as long as the worker lives."""
+    prefill = await world.add_worker("prefill-a", WorkerRole.PREFILL)
+    decoder = await world.add_worker("decode-a", WorkerRole.DECODE)
+    own = [*reversed(TOKENS), 5, 5, 5]  # four blocks
+    world.nodes["a"].crash()
+    result = await prefill_prompt(world.prefill_call(prefill, world.request(TOKENS)), prefill)
+    assert result.published_blocks == 0
+    await decode(world, decoder, own)
+    await settled(decoder)
+    world.nodes["a"].restart()
+    await asyncio.sleep(10)
+    assert (readable(world, "a"), readable(world, "a", own)) == (0, 0)
+    result = await prefill_prompt(world.prefill_call(prefill, world.request(TOKENS)), prefill)
+    assert (result.reused_blocks, result.published_blocks) == (3, 3)
+    longer = [*own, 6, 6, 6, 6]
+    assert (await decode(world, decoder, longer)).device == 4 * B
+    await settled(decoder)
+    assert (readable(world, "a"), readable(world, "a", longer)) == (3, 5)

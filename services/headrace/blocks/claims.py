@@ -5,7 +5,7 @@ Plain values between the node, the servers in front of it and the adapters of wo
 
 from dataclasses import dataclass
 
-from headrace.core.block import BlockHeader
+from headrace.core.block import BlockHash, BlockHeader
 from headrace.core.ports import AlreadyStored, NotStored
 
 
@@ -26,6 +26,7 @@ class LeasedRun:
     incarnation: int
     expires_in_ms: int
     blocks: tuple[LeasedBlock, ...]
+    ends_ms: tuple[tuple[BlockHash, int], ...] = ()  # operators' orders about these blocks, as in `ports.Lease`
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ class Lease:
     slots: tuple[int, ...]  # slot number of each block, for readers that map the arena
     expires_in_ms: int
     num_wide: int = 0  # of so many leading blocks the wide part only is read, where payloads have two
+    # Blocks of the chain that an operator has go at a moment, with all that stands on them, and the seconds until then.
+    ends: tuple[tuple[BlockHash, float], ...] = ()
 
 
 class BlockSource(Protocol):

@@ -6,9 +6,11 @@ clock, and outlive the process. Knows nothing of how a block leaves.
 """
 
 from headrace.blocks.host_arena import HostArena, SlotTerms
+from headrace.core.block import BlockHash
 from headrace.core.clock import Clock
 from headrace.core.retention import Retention
 from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
+from headrace.store.pins import chain_of
 
 
 class BlockTerms:
@@ -18,6 +20,7 @@ class BlockTerms:
         self._arena = arena
         self._blocks = blocks
         self._clock = clock
+        self._ordered = False  # whether any order was ever given here: most nodes have none to look for
 
     def begin(self, block: HeldBlock, retention: Retention) -> None:
         """Terms of a new block, before it is committed."""
@@ -29,6 +32,7 @@ class BlockTerms:
         block.expires_unix_ms, block.ordered_unix_ms = terms.expires_unix_ms, terms.ordered_unix_ms
         block.not_on_disk = terms.not_on_disk
         if terms.ordered_unix_ms:
+            self._ordered = True
             self._blocks.expect_order(block)
 
     def use(self, block: HeldBlock, retention: Retention) -> None:
@@ -43,8 +47,18 @@ class BlockTerms:
     def order(self, block: HeldBlock, unix_ms: int) -> None:
         """Have a block and all that stand on it go at a moment; 0 takes an earlier order back."""
         block.ordered_unix_ms = unix_ms
+        self._ordered = True
         self._write(block)
         self._blocks.expect(block)
+
+    def ends_ms(self, block: HeldBlock) -> tuple[tuple[BlockHash, int], ...]:
+        """Orders that are to come on a block and on all before it, with the milliseconds until then."""
+        now_unix_ms = self._clock.unix_ms()
+        return tuple(
+            (held.header.block_hash, held.ordered_unix_ms - now_unix_ms)
+            for held in (chain_of(block) if self._ordered else ())
+            if held.ordered_unix_ms > now_unix_ms
+        )
 
     def _end_of(self, retention: Retention) -> int:
         """When the time of what is used now would be over; 0: never."""

@@ -156,6 +156,7 @@ class StoreNode:
             incarnation=self.incarnation,
             expires_in_ms=self._lease_ttl_ms,
             blocks=tuple(LeasedBlock(b.slot, b.header, b.header_bytes) for b in run),
+            ends_ms=self._terms.ends_ms(run[-1]),
         )
 
     def leased_payloads(self, lease_id: str) -> Iterator[memoryview]:

@@ -2,12 +2,15 @@
 
 Owns the orders until their moment comes, and the task that looks. An order is kept whether or not the pool holds the
 prefix now, since a request may load it from a store node before the moment. Times to live are the pool's own account;
-when store nodes drop their copies is theirs to know. Orders end with the worker: one that starts later has none.
+when store nodes drop their copies is theirs to know. Orders end with the worker: one that starts later, or had no room
+for an order, hears of it from the node that it loads the prefix from.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.core.block import BlockHash, NamespaceId
 from headrace.core.clock import Clock
 from headrace.core.generation import ControlOutcome, ControlReport, EvictSelector
 from headrace.core.limits import (
@@ -77,6 +80,15 @@ class DeviceExpiry:
         until_unix_ms = self._clock.unix_ms() + round(ttl_s * 1_000)
         outcome = ControlOutcome.DONE if num_blocks else ControlOutcome.NOT_HELD
         return self._report(outcome, num_blocks=num_blocks, until_unix_ms=until_unix_ms)
+
+    def hear(self, namespace: NamespaceId, ends: Sequence[tuple[BlockHash, float]]) -> None:
+        """A store node says of blocks that it hands out in how many seconds they go, by order. What there is no room
+        for is not kept: it goes from the node all the same, and is said again with the next lease."""
+        for block_hash, left_s in ends:
+            selector = EvictSelector(namespace=namespace, block_hashes=(block_hash,))
+            selection = pool_selection(selector, self._worker.namespace)
+            if selection is not None and not self._why_refused(selector):
+                self._orders[selector] = _Order(selection, self._clock.now_s() + left_s)
 
     def step(self) -> float:
         """Drop what is due; returns the seconds until there may be more."""

@@ -155,6 +155,7 @@ class _BlockStoreService(pb_grpc.BlockStoreServicer):
                 incarnation=run.incarnation,
                 expires_in_ms=run.expires_in_ms,
                 blocks=[pb.LeasedBlock(slot=block.slot, header=block.header_bytes) for block in run.blocks],
+                ends=[pb.OrderedEnd(block_hash=block_hash, in_ms=in_ms) for block_hash, in_ms in run.ends_ms],
             )
 
         return await self._answer(context, lease)

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.blocks.block_codec import encode_header
 from headrace.blocks.decode_headers import decode_headers
-from headrace.core.block import BlockHeader, Chain, NamespaceId
+from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, StoreUnavailable
 from headrace.core.limits import CHAIN_BLOCKS_MAX, LEASE_BLOCKS_MAX, STORE_CALL_TIMEOUT_MS
@@ -95,6 +95,7 @@ class StoreCalls:
             slots=tuple(block.slot for block in reply.blocks),
             expires_in_ms=reply.expires_in_ms,
             num_wide=min(len(headers), max(0, whole_from - first_block)),
+            ends=tuple((BlockHash(end.block_hash), end.in_ms / 1_000) for end in reply.ends),
         )
 
     async def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:

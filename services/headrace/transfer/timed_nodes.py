@@ -3,16 +3,16 @@
 A transfer lasts from the wish for a lease to its release: what a reader waits for, copying and checking included. Only
 whole transfers that delivered something are measured, in bytes of payload. A round trip lasts from the wish for a lease
 until the first block is there: nothing is saved sooner. One that was given up took at least so long. Everything passes
-through unchanged.
+through unchanged; what a lease says of operators' orders is told besides.
 """
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from headrace.core.block import CacheSource, Chain, NamespaceId
+from headrace.core.block import BlockHash, CacheSource, Chain, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_SHARED_MEMORY, LinkFit
 from headrace.core.limits import WORKER_LINKS_MAX
@@ -28,6 +28,7 @@ from headrace.core.ports import BlockSink, BlockSource, Lease, StoreNodes
 from headrace.core.retention import KEEP, Retention
 
 Way = tuple[str, CacheSource]  # a store node, and how its blocks come
+TellEnds = Callable[[NamespaceId, Sequence[tuple[BlockHash, float]]], None]  # `Lease.ends` of blocks of a namespace
 
 
 @dataclass(slots=True)
@@ -92,12 +93,18 @@ class TimedStoreNodes:
     """`StoreNodes` over another; `times` has what was measured."""
 
     def __init__(
-        self, nodes: StoreNodes, clock: Clock, *, patience_s: float = OVERTAKE_ROUND_TRIP_MIN_MS / 1000
+        self,
+        nodes: StoreNodes,
+        clock: Clock,
+        *,
+        patience_s: float = OVERTAKE_ROUND_TRIP_MIN_MS / 1000,
+        tell_ends: TellEnds = lambda namespace, ends: None,
     ) -> None:
-        """patience_s: as for LinkTimes."""
+        """patience_s: as for LinkTimes. tell_ends: hears of orders before the blocks are there."""
         self.times = LinkTimes(patience_s=patience_s)
         self._nodes = nodes
         self._clock = clock
+        self._tell_ends = tell_ends
 
     def local(self) -> BlockSource | None:
         """As StoreNodes.local."""
@@ -124,17 +131,20 @@ class TimedStoreNodes:
         return self._nodes.sink_node_id()
 
     def _timed(self, source: BlockSource | None, node_id: str, via: CacheSource) -> BlockSource | None:
-        return source and _TimedSource(source, (node_id, via), times=self.times, clock=self._clock)
+        return source and _TimedSource(
+            source, (node_id, via), times=self.times, clock=self._clock, tell_ends=self._tell_ends
+        )
 
 
 class _TimedSource:
     """One `BlockSource` for the length of one load."""
 
-    def __init__(self, source: BlockSource, key: tuple[str, CacheSource], *, times: LinkTimes, clock: Clock) -> None:
+    def __init__(self, source: BlockSource, key: Way, *, times: LinkTimes, clock: Clock, tell_ends: TellEnds) -> None:
         self._source = source
         self._key = key
         self._times = times
         self._clock = clock
+        self._tell_ends = tell_ends
         self._begun: dict[str, tuple[float, int]] = {}  # lease to (time of the wish, bytes delivered)
 
     async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:
@@ -170,6 +180,8 @@ class _TimedSource:
             raise
         if not wait_s:
             self._begun[lease.lease_id] = (asked_s, 0)
+        if lease.ends:
+            self._tell_ends(namespace, lease.ends)
         return lease
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

@@ -11,11 +11,12 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from store_calls_kit import deadline, publish, read
+from store_calls_kit import CLOCK, deadline, publish, read
 from store_kit import LAYOUT, StoreKit, make_header, make_kit, make_prompt, payload_of
 
 from headrace.core.block import payload_digest
 from headrace.core.errors import BlockCorrupt, BlockMissing, LeaseExpired, StoreUnavailable
+from headrace.core.generation import EvictSelector
 from headrace.core.limits import FETCH_CHUNK_BYTES
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import AlreadyStored, Lease, NotStored, Reservation
@@ -69,6 +70,22 @@ async def test_a_block_published_either_way_is_read_byte_equal_either_way(nodes)
         assert await read(remote, by_memory, first_block=3) == [payload_of(make_header(by_memory, 3))]
         service.node.check_integrity()
         await until_none_is_leased(service.node)
+
+
+async def test_a_lease_says_either_way_which_blocks_are_ordered_to_go(nodes) -> None:
+    """Fails when a worker that starts after an operator's order cannot know of it."""
+    async with nodes.inside() as service:
+        shared, remote, prompt = nodes.shared_memory(service.record), nodes.grpc(service.record), make_prompt(1, 4)
+        await publish(remote, prompt, range(4))
+        for ordered in (False, True):
+            if ordered:
+                named = EvictSelector(block_hashes=(prompt.chain[1],))
+                service.node.set_ttl(named, expires_unix_ms=CLOCK.unix_ms() + 3_600_000)
+            for store in (shared, remote):
+                lease = await store.lease_prefix(prompt.namespace, prompt.chain, first_block=2, deadline=deadline())
+                await store.release(lease)
+                assert [block_hash for block_hash, _ in lease.ends] == ([prompt.chain[1]] if ordered else [])
+                assert all(3_000 < left_s <= 3_600 for _, left_s in lease.ends)
 
 
 async def test_blocks_longer_than_a_chunk_arrive_whole(tmp_path: Path, nodes) -> None:

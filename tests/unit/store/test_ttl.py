@@ -434,3 +434,29 @@ def test_what_the_disk_alone_has_cannot_be_ordered_about_and_the_answer_says_why
     kit.work()
     kit.promote(prompt)
     assert kit.node.pin(EvictSelector(prefix_token_ids=prompt.token_ids), until_unix_ms=None).blocks == 2
+
+
+def test_a_lease_says_which_of_the_blocks_and_of_those_before_them_are_to_go_by_order() -> None:
+    """Fails when a reader cannot know that what it copies is ordered away, or hears of what is over or taken back."""
+    kit, prompt = make_kit(), make_prompt(1, 6)
+    kit.store(prompt, range(6))
+
+    def told(num_blocks: int = 6, first_block: int = 3) -> list[tuple[int, int]]:
+        run = kit.node.lease(prompt.namespace, prompt.chain[:num_blocks], first_block=first_block)
+        kit.node.release(run.lease_id)
+        return [(prompt.chain.index(block_hash), in_ms) for block_hash, in_ms in run.ends_ms]
+
+    assert told() == []
+    now = kit.clock.unix_ms()
+    for position, seconds in ((1, 30), (4, 20)):
+        kit.node.set_ttl(named(prompt.chain[position]), expires_unix_ms=now + 1_000 * seconds)
+    wait(kit, 5)
+    assert sorted(told()) == [(1, 25_000), (4, 15_000)]
+    assert told(num_blocks=4) == [(1, 25_000)]
+    kit = restarted(kit)
+    assert sorted(told()) == [(1, 25_000), (4, 15_000)]
+    kit.node.pin(named(prompt.chain[5]), until_unix_ms=None)
+    wait(kit, 20)
+    assert told() == [(1, 5_000)], "the moment of what a pin keeps is over"
+    kit.node.set_ttl(named(prompt.chain[1]), expires_unix_ms=None)
+    assert told() == []

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dheadrace/v1/block_store.proto\x12\x0bheadrace.v1\"\xb6\x01\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x06 \x01(\x08\x12\x12\n\nclaim_name\x18\x07 \x01(\t\x12\x0f\n\x07wait_ms\x18\x08 \x01(\r\x12\x12\n\nwhole_from\x18\t \x01(\r\"t\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.headrace.v1.LeasedBlock\"+\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06header\x18\x02 \x01(\x0c\":\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x16\n\x0esuspect_blocks\x18\x02 \x03(\r\"\x0e\n\x0cReleaseReply\"E\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\"6\n\x0bLookupReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\" \n\x0c\x46\x65tchRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"Y\n\x0eReserveRequest\x12\x0f\n\x07headers\x18\x01 \x03(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x03 \x01(\x08\x12\x12\n\nclaim_name\x18\x04 \x01(\t\"R\n\x0cReserveReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12-\n\x08outcomes\x18\x02 \x03(\x0b\x32\x1b.headrace.v1.ReserveOutcome\"\xc5\x01\n\x0eReserveOutcome\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .headrace.v1.ReserveOutcome.Kind\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\"]\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_RESERVED\x10\x01\x12\x17\n\x13KIND_ALREADY_STORED\x10\x02\x12\x13\n\x0fKIND_NOT_STORED\x10\x03\"=\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"9\n\tFillStart\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"\r\n\x0b\x43ommitReply\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x0c\n\nAbortReply\"!\n\x10\x45ndClaimsRequest\x12\r\n\x05names\x18\x01 \x03(\t\"\x10\n\x0e\x45ndClaimsReply2\xd5\x03\n\nBlockStore\x12;\n\x05Lease\x12\x19.headrace.v1.LeaseRequest\x1a\x17.headrace.v1.LeaseReply\x12\x41\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x19.headrace.v1.ReleaseReply\x12>\n\x06Lookup\x12\x1a.headrace.v1.LookupRequest\x1a\x18.headrace.v1.LookupReply\x12\x41\n\x07Reserve\x12\x1b.headrace.v1.ReserveRequest\x1a\x19.headrace.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.headrace.v1.CommitRequest\x1a\x18.headrace.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x17.headrace.v1.AbortReply\x12G\n\tEndClaims\x12\x1d.headrace.v1.EndClaimsRequest\x1a\x1b.headrace.v1.EndClaimsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dheadrace/v1/block_store.proto\x12\x0bheadrace.v1\"\xb6\x01\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x06 \x01(\x08\x12\x12\n\nclaim_name\x18\x07 \x01(\t\x12\x0f\n\x07wait_ms\x18\x08 \x01(\r\x12\x12\n\nwhole_from\x18\t \x01(\r\"\x9b\x01\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x03 \x01(\r\x12(\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x18.headrace.v1.LeasedBlock\x12%\n\x04\x65nds\x18\x05 \x03(\x0b\x32\x17.headrace.v1.OrderedEnd\"+\n\x0bLeasedBlock\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06header\x18\x02 \x01(\x0c\"/\n\nOrderedEnd\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\r\n\x05in_ms\x18\x02 \x01(\x04\":\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x16\n\x0esuspect_blocks\x18\x02 \x03(\r\"\x0e\n\x0cReleaseReply\"E\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x03 \x01(\r\"6\n\x0bLookupReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\" \n\x0c\x46\x65tchRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"Y\n\x0eReserveRequest\x12\x0f\n\x07headers\x18\x01 \x03(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x13\n\x0bnot_on_disk\x18\x03 \x01(\x08\x12\x12\n\nclaim_name\x18\x04 \x01(\t\"R\n\x0cReserveReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12-\n\x08outcomes\x18\x02 \x03(\x0b\x32\x1b.headrace.v1.ReserveOutcome\"\xc5\x01\n\x0eReserveOutcome\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .headrace.v1.ReserveOutcome.Kind\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\"]\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_RESERVED\x10\x01\x12\x17\n\x13KIND_ALREADY_STORED\x10\x02\x12\x13\n\x0fKIND_NOT_STORED\x10\x03\"=\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"9\n\tFillStart\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\x12\x14\n\x0cpayload_xxh3\x18\x02 \x01(\x04\"\r\n\x0b\x43ommitReply\"&\n\x0c\x41\x62ortRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\t\"\x0c\n\nAbortReply\"!\n\x10\x45ndClaimsRequest\x12\r\n\x05names\x18\x01 \x03(\t\"\x10\n\x0e\x45ndClaimsReply2\xd5\x03\n\nBlockStore\x12;\n\x05Lease\x12\x19.headrace.v1.LeaseRequest\x1a\x17.headrace.v1.LeaseReply\x12\x41\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x19.headrace.v1.ReleaseReply\x12>\n\x06Lookup\x12\x1a.headrace.v1.LookupRequest\x1a\x18.headrace.v1.LookupReply\x12\x41\n\x07Reserve\x12\x1b.headrace.v1.ReserveRequest\x1a\x19.headrace.v1.ReserveReply\x12>\n\x06\x43ommit\x12\x1a.headrace.v1.CommitRequest\x1a\x18.headrace.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x17.headrace.v1.AbortReply\x12G\n\tEndClaims\x12\x1d.headrace.v1.EndClaimsRequest\x1a\x1b.headrace.v1.EndClaimsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,42 +33,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LEASEREQUEST']._serialized_start=47
   _globals['_LEASEREQUEST']._serialized_end=229
-  _globals['_LEASEREPLY']._serialized_start=231
-  _globals['_LEASEREPLY']._serialized_end=347
-  _globals['_LEASEDBLOCK']._serialized_start=349
-  _globals['_LEASEDBLOCK']._serialized_end=392
-  _globals['_RELEASEREQUEST']._serialized_start=394
-  _globals['_RELEASEREQUEST']._serialized_end=452
-  _globals['_RELEASEREPLY']._serialized_start=454
-  _globals['_RELEASEREPLY']._serialized_end=468
-  _globals['_LOOKUPREQUEST']._serialized_start=470
-  _globals['_LOOKUPREQUEST']._serialized_end=539
-  _globals['_LOOKUPREPLY']._serialized_start=541
-  _globals['_LOOKUPREPLY']._serialized_end=595
-  _globals['_FETCHREQUEST']._serialized_start=597
-  _globals['_FETCHREQUEST']._serialized_end=629
-  _globals['_RESERVEREQUEST']._serialized_start=631
-  _globals['_RESERVEREQUEST']._serialized_end=720
-  _globals['_RESERVEREPLY']._serialized_start=722
-  _globals['_RESERVEREPLY']._serialized_end=804
-  _globals['_RESERVEOUTCOME']._serialized_start=807
-  _globals['_RESERVEOUTCOME']._serialized_end=1004
-  _globals['_RESERVEOUTCOME_KIND']._serialized_start=911
-  _globals['_RESERVEOUTCOME_KIND']._serialized_end=1004
-  _globals['_COMMITREQUEST']._serialized_start=1006
-  _globals['_COMMITREQUEST']._serialized_end=1067
-  _globals['_FILLSTART']._serialized_start=1069
-  _globals['_FILLSTART']._serialized_end=1126
-  _globals['_COMMITREPLY']._serialized_start=1128
-  _globals['_COMMITREPLY']._serialized_end=1141
-  _globals['_ABORTREQUEST']._serialized_start=1143
-  _globals['_ABORTREQUEST']._serialized_end=1181
-  _globals['_ABORTREPLY']._serialized_start=1183
-  _globals['_ABORTREPLY']._serialized_end=1195
-  _globals['_ENDCLAIMSREQUEST']._serialized_start=1197
-  _globals['_ENDCLAIMSREQUEST']._serialized_end=1230
-  _globals['_ENDCLAIMSREPLY']._serialized_start=1232
-  _globals['_ENDCLAIMSREPLY']._serialized_end=1248
-  _globals['_BLOCKSTORE']._serialized_start=1251
-  _globals['_BLOCKSTORE']._serialized_end=1720
+  _globals['_LEASEREPLY']._serialized_start=232
+  _globals['_LEASEREPLY']._serialized_end=387
+  _globals['_LEASEDBLOCK']._serialized_start=389
+  _globals['_LEASEDBLOCK']._serialized_end=432
+  _globals['_ORDEREDEND']._serialized_start=434
+  _globals['_ORDEREDEND']._serialized_end=481
+  _globals['_RELEASEREQUEST']._serialized_start=483
+  _globals['_RELEASEREQUEST']._serialized_end=541
+  _globals['_RELEASEREPLY']._serialized_start=543
+  _globals['_RELEASEREPLY']._serialized_end=557
+  _globals['_LOOKUPREQUEST']._serialized_start=559
+  _globals['_LOOKUPREQUEST']._serialized_end=628
+  _globals['_LOOKUPREPLY']._serialized_start=630
+  _globals['_LOOKUPREPLY']._serialized_end=684
+  _globals['_FETCHREQUEST']._serialized_start=686
+  _globals['_FETCHREQUEST']._serialized_end=718
+  _globals['_RESERVEREQUEST']._serialized_start=720
+  _globals['_RESERVEREQUEST']._serialized_end=809
+  _globals['_RESERVEREPLY']._serialized_start=811
+  _globals['_RESERVEREPLY']._serialized_end=893
+  _globals['_RESERVEOUTCOME']._serialized_start=896
+  _globals['_RESERVEOUTCOME']._serialized_end=1093
+  _globals['_RESERVEOUTCOME_KIND']._serialized_start=1000
+  _globals['_RESERVEOUTCOME_KIND']._serialized_end=1093
+  _globals['_COMMITREQUEST']._serialized_start=1095
+  _globals['_COMMITREQUEST']._serialized_end=1156
+  _globals['_FILLSTART']._serialized_start=1158
+  _globals['_FILLSTART']._serialized_end=1215
+  _globals['_COMMITREPLY']._serialized_start=1217
+  _globals['_COMMITREPLY']._serialized_end=1230
+  _globals['_ABORTREQUEST']._serialized_start=1232
+  _globals['_ABORTREQUEST']._serialized_end=1270
+  _globals['_ABORTREPLY']._serialized_start=1272
+  _globals['_ABORTREPLY']._serialized_end=1284
+  _globals['_ENDCLAIMSREQUEST']._serialized_start=1286
+  _globals['_ENDCLAIMSREQUEST']._serialized_end=1319
+  _globals['_ENDCLAIMSREPLY']._serialized_start=1321
+  _globals['_ENDCLAIMSREPLY']._serialized_end=1337
+  _globals['_BLOCKSTORE']._serialized_start=1340
+  _globals['_BLOCKSTORE']._serialized_end=1809
 # @@protoc_insertion_point(module_scope)

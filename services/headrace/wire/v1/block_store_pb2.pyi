@@ -30,16 +30,18 @@ class LeaseRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., chain: _Optional[bytes] = ..., hash_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., ttl_s: _Optional[float] = ..., not_on_disk: _Optional[bool] = ..., claim_name: _Optional[str] = ..., wait_ms: _Optional[int] = ..., whole_from: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
-    __slots__ = ("lease_id", "incarnation", "expires_in_ms", "blocks")
+    __slots__ = ("lease_id", "incarnation", "expires_in_ms", "blocks", "ends")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     incarnation: int
     expires_in_ms: int
     blocks: _containers.RepeatedCompositeFieldContainer[LeasedBlock]
-    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., expires_in_ms: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[LeasedBlock, _Mapping]]] = ...) -> None: ...
+    ends: _containers.RepeatedCompositeFieldContainer[OrderedEnd]
+    def __init__(self, lease_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., expires_in_ms: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[LeasedBlock, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[OrderedEnd, _Mapping]]] = ...) -> None: ...
 
 class LeasedBlock(_message.Message):
     __slots__ = ("slot", "header")
@@ -48,6 +50,14 @@ class LeasedBlock(_message.Message):
     slot: int
     header: bytes
     def __init__(self, slot: _Optional[int] = ..., header: _Optional[bytes] = ...) -> None: ...
+
+class OrderedEnd(_message.Message):
+    __slots__ = ("block_hash", "in_ms")
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    IN_MS_FIELD_NUMBER: _ClassVar[int]
+    block_hash: bytes
+    in_ms: int
+    def __init__(self, block_hash: _Optional[bytes] = ..., in_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_id", "suspect_blocks")
