@@ -229,6 +229,7 @@ def test_an_arena_of_any_bytes_gives_whole_blocks_or_none(file):
     changes = st.lists(st.tuples(at, st.binary(min_size=1, max_size=16)), max_size=6)
 
     def check(changed):
+        """How many blocks are found."""
         data = bytearray(seed)
         for start, some in changed:
             data[start : start + len(some)] = some
@@ -241,9 +242,11 @@ def test_an_arena_of_any_bytes_gives_whole_blocks_or_none(file):
                 assert payload_digest(payload) == block.header.payload_xxh3
                 payload.release()
             StoreNode(again, node_id="n", clock=SystemClock(), recovered=found).check_integrity()
+            return len(found.blocks)
         finally:
             again.close()
 
+    assert check([]) == 3
     fuzz(changes, check, refuses=(HeadraceError,))
 
 
@@ -263,14 +266,17 @@ def test_a_disk_of_any_bytes_gives_whole_blocks_or_none(file):
         segment.write_bytes(data)
         again = open_disk(file, 1 << 20, segments=4)
         try:
-            for record, header in recover_disk(again).found:
+            found = recover_disk(again).found
+            for record, header in found:
                 try:
                     spelled, payload = again.read(record)
                 except BlockCorrupt:
                     continue
                 assert spelled == encode_header(header)
                 assert len(payload) == header.payload_bytes
+            return len(found)
         finally:
             again.close()
 
+    assert check(seed) == 3
     fuzz(mutated(seed), check, refuses=(ConfigInvalid,))

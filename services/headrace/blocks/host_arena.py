@@ -287,6 +287,7 @@ class HostArena(ArenaView):
         self._words.release()
         super().close()
         if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # the mapping has a copy of the descriptor, which may outlive this
             os.close(self._fd)
             self._fd = None
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_gateway import make_worker_record, tiny_gateway
 
@@ -85,7 +85,8 @@ def test_a_tenants_tokens_leave_room_for_others():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from("aabcd"), st.sampled_from([True, *[False] * 4])), min_size=20, max_size=80))
+@example([(name, False) for name in "aaaaaaabbbbcccdda"])
 def test_no_tenant_takes_the_last_place_from_one_that_has_none(steps):
     """Whatever comes and goes: a tenant without a request finds a place until all are taken by at least two others."""
     places, held = make_places(requests=12), []

@@ -126,6 +126,17 @@ def test_removing_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_closing_gives_up_the_file_also_while_a_payload_is_looked_at(tmp_path: Path) -> None:
+    """Fails when a view that outlives its arena keeps the file from the next owner."""
+    arena = open_arena(arena_path(tmp_path, "n"), MB)
+    slot = arena.allocate(1)
+    assert slot is not None
+    payload = arena.payload(slot, 16)
+    arena.close()
+    open_arena(arena_path(tmp_path, "n"), MB).close()
+    payload.release()
+
+
 def test_incarnations_only_rise_whatever_the_wall_clock_says(tmp_path: Path) -> None:
     path = arena_path(tmp_path, "n")
     arena = open_arena(path, MB)
