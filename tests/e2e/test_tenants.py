@@ -1,5 +1,5 @@
 """Tenants in a whole local system: keys through Serve's two proxies, real engines, a real store node, the real CLI. All
-of it under TLS, mutual between its parts."""
+of it under TLS, mutual between its parts, and with a secret wherever it has one."""
 
 import json
 import socket
@@ -7,13 +7,15 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 from click.testing import CliRunner
 from local_system import BLOCK_TOKENS, make_config, wait_until
+from restricted_redis import ask as ask_redis
 from transformers import LlamaForCausalLM
 
 from headrace.admin.cli import main
@@ -21,12 +23,16 @@ from headrace.admin.create_certificates import create_certificates
 from headrace.client import HeadraceClient, Sampling, TlsFailed
 from headrace.core.errors import PermissionDenied, Unauthenticated
 from headrace.core.tenants import HashedKey, new_key
+from headrace.index.embedded_valkey import EmbeddedValkey
+from headrace.index.redis_keys import acl_rules
 from headrace_cluster.launch_local import down, launch_local
 from headrace_cluster.local_instance import InstanceState
 
 KEYS = {name: new_key() for name in ("one", "two", "operator")}
 PROMPT = list(range(40, 40 + 6 * BLOCK_TOKENS))  # six blocks, of which a repeat can use five
 HIT = 5 * BLOCK_TOKENS
+REDIS, HUB, SALT = "canary-redis-4721", "hf_canary-hub-4722", "canary-salt-4723"
+PROMPT_TEXT, WRONG_KEY = "canary-prompt-4724", "hr-canary-wrong-key-4725-" + "x" * 20
 Ask = Callable[[str], int]
 
 
@@ -40,20 +46,23 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         for name, key in KEYS.items()
     ]
     (directory / "tenants.yaml").write_text("\n".join(["tenants:", *entries]))
-    config = make_config(
-        tiny_model,
-        directory / "state",
-        prefill_workers=0,
-        decode_workers=1,
-        tenants_file=str(directory / "tenants.yaml"),
-        hash_algorithm="sha256",
-        tls_cert_file=files.cert_file,
-        tls_key_file=files.key_file,
-        tls_ca_file=files.ca_file,
-        speculation="ngram",
-    )
-    yield launch_local(config, report=print)
-    down(directory / "state", report=print)
+    settings = {
+        "prefill_workers": 0,
+        "decode_workers": 1,
+        "tenants_file": str(directory / "tenants.yaml"),
+        "hash_algorithm": "sha256",
+        "tls_cert_file": files.cert_file,
+        "tls_key_file": files.key_file,
+        "tls_ca_file": files.ca_file,
+        "speculation": "ngram",
+    }
+    with pytest.MonkeyPatch.context() as environment, EmbeddedValkey() as server:
+        environment.setenv("HF_TOKEN", HUB)
+        assert ask_redis(server.url, f"ACL SETUSER canary reset on >{REDIS} {acl_rules()}") == "+OK\r\n"
+        redis = urlsplit(server.url)
+        url = f"redis://canary:{REDIS}@{redis.hostname}:{redis.port}{redis.path}"
+        yield launch_local(make_config(tiny_model, directory / "state", redis_url=url, **settings), report=print)
+        down(directory / "state", report=print)
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -187,9 +196,66 @@ def test_a_new_certificate_is_shown_by_both_front_doors_without_a_restart(guarde
     new = ssl.PEM_cert_to_DER_cert((directory / "cert.pem").read_text())
     assert [shown_at(address, guarded) for address in (https, guarded.grpc_target)] == [new, new]
     assert new not in before
+    for port in metrics_ports(guarded):
+        assert shown_at(f"127.0.0.1:{port}", guarded) == new
     with client_of(guarded, KEYS["one"]) as client:  # and the parts, whose certificates changed, talk to each other
         answer = client.generate(PROMPT, sampling=Sampling(max_tokens=2, ignore_eos=True), timeout_s=60)
     assert len(answer.token_ids) == 2
+
+
+def test_metrics_of_every_part_are_read_by_https_without_a_key(guarded: InstanceState):
+    """As Prometheus reads them. Fails for a part that serves them in plain text beside its other ports' TLS."""
+    trusting = ssl.create_default_context(cafile=guarded.tls_ca_file)
+    for port in metrics_ports(guarded):
+        with closing(urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", timeout=60, context=trusting)) as page:
+            assert b"headrace_" in page.read()
+        with pytest.raises(OSError):  # noqa: PT011 - how a connection ends that nobody answers differs
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
+
+
+def metrics_ports(system: InstanceState) -> list[int]:
+    """Of the worker, the store node and the gateway."""
+    with client_of(system, KEYS["operator"]) as client:
+        found = client.status()
+    ports = [part.metrics_port for part in (*found.workers, *found.store_nodes, *found.gateways)]
+    assert len(ports) == 3
+    assert all(ports)
+    return ports
+
+
+def test_no_secret_is_in_any_file_of_rays_session_or_in_the_systems_log_which_others_cannot_read(
+    guarded: InstanceState,
+):
+    """After everything above, and requests that hold secrets. Fails when Ray, Serve or one of our processes writes a
+    key, a password or a prompt into a log that Ray's dashboard shows to whoever reaches it."""
+    body = {"model": "m", "prompt": PROMPT_TEXT, "max_tokens": 2, "cache_salt": SALT}
+    with client_of(guarded, KEYS["operator"]) as client:
+        body["model"] = client.list_models()[0].id
+    for key, changed in (
+        (KEYS["one"], {}),
+        (KEYS["one"], {"stream": True, "prompt_cache_key": PROMPT_TEXT}),
+        (KEYS["one"], {"max_tokens": 10**9}),
+        (KEYS["one"], {"model": PROMPT_TEXT}),
+        (KEYS["one"], {"temperature": PROMPT_TEXT}),
+        (WRONG_KEY, {}),
+    ):
+        with suppress(urllib.error.HTTPError, json.JSONDecodeError):
+            post(guarded, "/v1/completions", body | changed, key)
+    private = [
+        line for line in (Path(guarded.tls_ca_file).parent / "key.pem").read_text().splitlines() if "-----" not in line
+    ]
+    state_dir = Path(guarded.tls_ca_file).parents[1] / "state"
+    secrets = [REDIS, HUB, SALT, PROMPT_TEXT, WRONG_KEY, *KEYS.values(), *private]
+    own = [path for path in (*state_dir.rglob("*"), Path(guarded.arena_path)) if path.is_file()]
+    assert {path for path in own if path.stat().st_mode & 0o077 and path.stat().st_size} == set(), (
+        "readable for others on this host"
+    )
+    logs = [path for path in Path(guarded.ray_temp_dir).rglob("*") if path.is_file() and not path.is_symlink()]
+    logs += list(state_dir.rglob("*.log"))
+    said = {path: path.read_bytes().decode(errors="replace") for path in logs}
+    for kind in ("Gateway", "DecodeWorker", "proxy", "controller"):
+        assert any(kind in path.name and text for path, text in said.items()), f"void: no log of {kind} was found"
+    assert {(path, secret) for path, text in said.items() for secret in secrets if secret in text} == set()
 
 
 def shown_at(address: str, system: InstanceState) -> bytes:
