@@ -110,7 +110,9 @@ class StoreSettings:
 class IndexSettings:
     """The index."""
 
-    redis_url: str = setting("", "redis:// or rediss:// URL. Empty: an embedded Valkey server.")
+    redis_url: str = setting(
+        "", "redis://, redis+sentinel:// or redis+cluster:// URL; rediss: with TLS. Empty: an embedded Valkey server."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """All implementations of the index ports, behind one face."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 from patient_redis import patient_index, patient_membership
-from restricted_redis import refused, restricted
+from restricted_redis import empty, refused, restricted
 from settled_mirror import SettledMirror
+from valkey_cluster import ValkeyCluster
 
 from headrace.core.ports import BlockIndex, Membership
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
@@ -35,10 +36,30 @@ class IndexUnderTest:
     pass_time_ms: Callable[[int], Awaitable[None]]
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 def implementation(request: pytest.FixtureRequest) -> str:
-    """Which of them; a module may add the mirror, which is a reader and has no membership of its own."""
+    """Which of them; a module may add mirrors, which are readers and have no membership of their own."""
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[ValkeyCluster]:
+    """The run's one cluster of three primaries. Do not stop, pause or kill any, nor move slots."""
+    with ValkeyCluster() as made:
+        yield made
+
+
+@pytest.fixture
+def empty_cluster_url(cluster: ValkeyCluster) -> str:
+    """URL of the run's cluster, emptied for this test."""
+    empty(cluster.url)
+    return cluster.url
+
+
+@pytest.fixture(params=["one server", "cluster"])
+def empty_redis_url(request: pytest.FixtureRequest) -> str:
+    """URL of an empty Redis of each kind."""
+    return request.getfixturevalue("empty_cluster_url" if request.param == "cluster" else "empty_valkey_url")
 
 
 @pytest.fixture
@@ -57,9 +78,9 @@ async def under_test(implementation: str, request: pytest.FixtureRequest) -> Asy
         await asyncio.sleep(ms / 1000)
 
     # As a user who may do no more than docs/security.md says: what else the index asks for is refused, and seen.
-    open_url = request.getfixturevalue("empty_valkey_url")
+    open_url = request.getfixturevalue("empty_cluster_url" if "cluster" in implementation else "empty_valkey_url")
     url = restricted(open_url)
-    index = patient_index(url) if implementation == "redis" else SettledMirror(url)
+    index = SettledMirror(url) if "mirror" in implementation else patient_index(url)
     redis_membership = patient_membership(url)
     yield IndexUnderTest(index, redis_membership, sleep)
     await index.close()

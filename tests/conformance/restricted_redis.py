@@ -1,7 +1,10 @@
-"""A user of a real Valkey that may do what the index does and nothing else, and what that server refused."""
+"""A user of a real Valkey that may do what the index does and nothing else, and what that server refused. Of a cluster
+each server has its own users."""
 
 import socket
 from urllib.parse import urlsplit
+
+from valkey_cluster import servers_in
 
 from headrace.index.redis_keys import acl_rules
 
@@ -9,21 +12,35 @@ USER, PASSWORD = "headrace", "correct-horse-battery"
 
 
 def restricted(url: str) -> str:
-    """The URL of the same server for a user with the documented rules; what was refused before is forgotten."""
-    server = urlsplit(url)
-    assert ask(url, f"ACL SETUSER {USER} reset on >{PASSWORD} {acl_rules()}") == "+OK\r\n"
-    assert ask(url, "ACL LOG RESET") == "+OK\r\n"
-    return f"redis://{USER}:{PASSWORD}@{server.hostname}:{server.port}{server.path}"
+    """The URL of the same Redis for a user with the documented rules; what was refused before is forgotten."""
+    parts = urlsplit(url)
+    rules = acl_rules(in_cluster="cluster" in parts.scheme)
+    for told in ask_each(url, f"ACL SETUSER {USER} reset on >{PASSWORD} {rules}"), ask_each(url, "ACL LOG RESET"):
+        assert set(told) == {"+OK\r\n"}
+    return parts._replace(netloc=f"{USER}:{PASSWORD}@{parts.netloc}").geturl()
 
 
 def refused(url: str) -> str:
-    """The server's ACL log as it is spelled on the wire; `*0` when nothing was refused."""
-    return ask(url, "ACL LOG 50").strip()
+    """The servers' ACL logs as they are spelled on the wire; `*0` when nothing was refused."""
+    return "\n".join({told.strip() for told in ask_each(url, "ACL LOG 50")})
+
+
+def empty(url: str) -> None:
+    """Remove all keys."""
+    assert set(ask_each(url, "FLUSHALL")) == {"+OK\r\n"}
 
 
 def ask(url: str, command: str) -> str:
     """One command as the default user, who may do everything; the start of its reply."""
-    server = urlsplit(url)
-    with socket.create_connection((server.hostname, server.port), timeout=30) as connection:
-        connection.sendall(f"{command}\r\n".encode())
-        return connection.recv(65_536).decode(errors="replace")
+    [reply] = ask_each(url, command)
+    return reply
+
+
+def ask_each(url: str, command: str) -> list[str]:
+    """As `ask`, of each server that the URL names."""
+    replies = []
+    for server in servers_in(url):
+        with socket.create_connection(server, timeout=30) as connection:
+            connection.sendall(f"{command}\r\n".encode())
+            replies.append(connection.recv(65_536).decode(errors="replace"))
+    return replies

@@ -1,4 +1,4 @@
-"""What every BlockIndex does: in memory, in a real Valkey server, and mirrored from there."""
+"""What every BlockIndex does: in memory, in a real Valkey server or cluster, and mirrored from there."""
 
 import asyncio
 
@@ -13,7 +13,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from patient_redis import patient_connections, patient_index, patient_membership
+from patient_redis import patient_index, patient_membership
+from restricted_redis import empty
 
 from headrace.core.block import BlockHash, Chain, HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.clock import SystemClock
@@ -44,7 +45,7 @@ def make_node(holder: HolderId, incarnation: int) -> StoreNodeRecord:
     )
 
 
-@pytest.fixture(params=["memory", "redis", "mirror"])
+@pytest.fixture(params=["memory", "redis", "mirror", "cluster", "cluster mirror"])
 def implementation(request) -> str:
     return request.param
 
@@ -281,13 +282,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize()
     def start_empty(self) -> None:
-        async def flush() -> None:
-            connections = patient_connections(self.url, connections_max=1, clock=SystemClock())
-            async with connections.call() as redis:
-                await redis.round_trip(("FLUSHALL",))
-            await connections.close()
-
-        self.runner.run(flush())
+        empty(self.url)
 
     @rule(holder=HOLDERS)
     def start_holder(self, holder: HolderId) -> None:
@@ -368,9 +363,14 @@ class IndexMachine(RuleBasedStateMachine):
         self.runner.close()
 
 
-def test_memory_and_redis_agree_with_a_dictionary_after_any_history(empty_valkey_url):
+def test_memory_and_redis_agree_with_a_dictionary_after_any_history(empty_redis_url):
     # Fails when any of the three disagrees on a match or on what a sweep removes.
     run_state_machine_as_test(
-        lambda: IndexMachine(empty_valkey_url),
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None, print_blob=True),
+        lambda: IndexMachine(empty_redis_url),
+        settings=settings(
+            max_examples=8 if "cluster" in empty_redis_url else 60,
+            stateful_step_count=40,
+            deadline=None,
+            print_blob=True,
+        ),
     )

@@ -1,4 +1,4 @@
-"""What every Membership does, in memory and in a real Valkey server."""
+"""What every Membership does, in memory and in a real Valkey server or cluster."""
 
 from dataclasses import replace
 

@@ -20,15 +20,23 @@ EMBEDDED_VALKEY_STOP_TIMEOUT_MS = 2_000
 # this is 1.3 M blocks: at 64 tokens and 1.5 MB a block far more than the host tiers of a small cluster hold.
 EMBEDDED_INDEX_BYTES_MAX = 256 * 1024 * 1024
 
-# Connections of one process to Redis for the index, and for membership (kept apart, so that lookups cannot starve the
-# heartbeat). A command holds one for about 0.3 ms: 256 requests in flight wait 10 ms at most. 100 processes x 10 are
-# 1,000 clients, a tenth of Redis's default limit.
+# Connections of one process to each Redis server for the index, and for membership (kept apart, so that lookups cannot
+# starve the heartbeat). A command holds one for about 0.3 ms: 256 requests in flight wait 10 ms at most. 100 processes
+# x 10 are 1,000 clients, a tenth of Redis's default limit.
 INDEX_CONNECTIONS_MAX = 8
 MEMBERSHIP_CONNECTIONS_MAX = 2
 
 # After a timeout or a lost connection nobody asks Redis for this long, then one caller tries. A slow Redis therefore
 # costs one caller INDEX_TIMEOUT_MS in every INDEX_TIMEOUT_MS + INDEX_PAUSE_MS, and all others nothing.
 INDEX_PAUSE_MS = 500
+
+# Servers of a Redis Cluster that are asked in turn where keys lie. Each has a share of the call's time: 50 ms of 250 is
+# enough to connect with TLS, and of four servers one answers unless the cluster is down.
+INDEX_CLUSTER_ASKED_MAX = 4
+
+# Times that one command of a cluster is sent on: a slot that has just moved (MOVED), is on its way again (ASK), and has
+# arrived before the command did.
+INDEX_REDIRECTIONS_MAX = 3
 
 # Holders of one block that a lookup considers. Every one costs log2(8,192) = 13 probes of about 1 us in the worst case:
 # 13 ms at the bound; a block that more holders have is hot everywhere and needs no further candidates.
@@ -60,6 +68,11 @@ INDEX_MIRROR_EVENTS = 32
 
 # How long one reading waits for an event. It must end well within INDEX_TIMEOUT_MS, or quiet would pass for an outage.
 INDEX_MIRROR_WAIT_MS = 100
+
+# How often a cluster's streams are looked at when there are no events: they lie in several slots, and no one command
+# waits for all of them. 50 looks a second at 8 streams are 400 commands of 2 us, 0.1 % of a server's time for each
+# gateway; an event is 10 ms older than it would be on one server.
+INDEX_MIRROR_POLL_MS = 20
 
 # After events have come, others are let gather for this long: on a busy index a mirror is woken 200 times a second and
 # not for every event. With 32 events of a shard in one reply it keeps up with 6,400 a second, and without the pause

@@ -29,6 +29,11 @@ class CircuitBreaker:
         self._open_until_s: float | None = None  # None: closed
         self._probing = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the server did not answer the last caller who had an outcome."""
+        return self._open_until_s is not None
+
     def admit(self) -> Ticket | None:
         """Let a caller try, or None: fail at once. A ticket must come back by exactly one of the three calls below."""
         if self._open_until_s is None:

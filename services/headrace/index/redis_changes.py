@@ -5,6 +5,7 @@ on where it was. Owns a connection of its own, so that a reading that waits for 
 parse is skipped and counted.
 """
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from headrace.core.index_limits import (
     INDEX_MIRROR_EVENTS,
     INDEX_MIRROR_PAGE_ENTRIES,
     INDEX_MIRROR_PAGE_KEYS,
+    INDEX_MIRROR_POLL_MS,
     INDEX_SHARDS,
     INDEX_TIMEOUT_MS,
     MEMBERS_MAX,
@@ -29,7 +31,7 @@ from headrace.core.index_limits import (
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.index.junk_count import JunkCount
 from headrace.index.mirrored_blocks import Alive, Owner
-from headrace.index.redis_connections import RedisCall, RedisConnections, Script
+from headrace.index.redis_connections import RedisConnections, Script
 from headrace.index.redis_keys import (
     BLOCK_KEYS_PATTERN,
     MEMBER_IDS_KEY,
@@ -52,6 +54,7 @@ _READ_ENTRIES = Script("read_entries")
 # Namespaces whose blocks are asked for in one round trip: a page may have one of each block.
 _NAMESPACES_TOGETHER = 16
 _SHARDS = range(INDEX_SHARDS)
+_STREAMS = [events_key(shard) for shard in _SHARDS]
 
 EventId = tuple[int, int]
 
@@ -66,9 +69,9 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Where everything stands on one run of one server."""
+    """Where everything stands on one run of one server, or of those that share the shards."""
 
-    run_id: bytes  # b"" when the server does not tell
+    run_id: bytes  # as RedisCall.run_id
     shards: tuple[Mark, ...]
 
 
@@ -101,16 +104,15 @@ class RedisChanges:
     async def read_marks(self) -> Marks:
         """Where all shards stand, which may be at slightly different times."""
         async with self._redis.call() as redis:
-            info, *streams = await redis.round_trip(
-                ("INFO", "server"), *(("XINFO", "STREAM", events_key(shard)) for shard in _SHARDS)
-            )
-        return Marks(_run_id(info), tuple(_parse_mark(stream) for stream in streams))
+            run_id = await redis.run_id()
+            streams = await redis.round_trip(*(("XINFO", "STREAM", key) for key in _STREAMS))
+        return Marks(run_id, tuple(_parse_mark(stream) for stream in streams))
 
     async def read_numbers(self) -> tuple[Marks, dict[tuple[int, Owner], int]]:
         """Where all shards stand and how many events each owner had made by then in each, exactly."""
         shards, numbers = [], {}
         async with self._redis.call() as redis:
-            [info] = await redis.round_trip(("INFO", "server"))
+            run_id = await redis.run_id()
             for shard in _SHARDS:
                 newest, events, *pairs = await redis.run_script(
                     _READ_MARKS, keys=[events_key(shard), numbers_key(shard)], arguments=[]
@@ -118,36 +120,29 @@ class RedisChanges:
                 shards.append(Mark(_parse_id(newest), events))
                 for (holder, incarnation), number in parse_numbers(pairs).items():
                     numbers[shard, Owner(holder, incarnation)] = number
-        return Marks(_run_id(info), tuple(shards)), numbers
+        return Marks(run_id, tuple(shards)), numbers
 
     async def read_events(self, after: Sequence[EventId], *, wait_ms: int) -> list[Happened]:
         """Up to INDEX_MIRROR_EVENTS events of each shard after the given ids, in order within a shard. When there are
         none, waits up to `wait_ms` (0: not at all) for the first."""
-        block = ("BLOCK", wait_ms) if wait_ms else ()
-        keys = [events_key(shard) for shard in _SHARDS]
-        ids = [b"%d-%d" % event_id for event_id in after]
-        async with self._redis.call() as redis:
-            [reply] = await redis.round_trip(("XREAD", "COUNT", INDEX_MIRROR_EVENTS, *block, "STREAMS", *keys, *ids))
-            if isinstance(reply, ResponseError):  # junk of another type in a stream's place
-                reply = await _read_one_by_one(redis, keys, ids)
-        happened = [
-            Happened(keys.index(key), _parse_id(event_id), parse_event(fields) if fields else None)
-            for key, events in reply or ()
-            for event_id, fields in events
-        ]
+        if self._redis.streams_lie_together:
+            happened = await self._read_streams(after, wait_ms=wait_ms)
+        else:
+            happened = await self._read_each_stream(after)
+            for _ in range(wait_ms // INDEX_MIRROR_POLL_MS):
+                if happened:
+                    break
+                await asyncio.sleep(INDEX_MIRROR_POLL_MS / 1_000)
+                happened = await self._read_each_stream(after)
         self._junk.add(sum(each.event is None for each in happened), "index events")
         return happened
 
     async def read_page(self, cursor: int) -> tuple[int, list[BlockEntries]]:
         """Some of all entries, and the cursor that leads to the next ones; 0 begins and ends."""
         async with self._redis.call() as redis:
-            [scanned] = await redis.round_trip(
-                ("SCAN", cursor, "MATCH", BLOCK_KEYS_PATTERN, "COUNT", INDEX_MIRROR_PAGE_KEYS)
-            )
-            if isinstance(scanned, ResponseError):
-                raise scanned
+            following, keys = await redis.scan(cursor, pattern=BLOCK_KEYS_PATTERN, count=INDEX_MIRROR_PAGE_KEYS)
         unread: dict[tuple[NamespaceId, int], list[BlockHash]] = defaultdict(list)
-        for key in map(parse_key, scanned[1]):
+        for key in map(parse_key, keys):
             if isinstance(key, BlockKey):
                 unread[key.namespace, len(key.block_hash)].append(key.block_hash)
         entries: list[BlockEntries] = []
@@ -170,7 +165,7 @@ class RedisChanges:
                 unread[name] = unread[name][len(read) :]
                 if not unread[name]:
                     del unread[name]
-        return int(scanned[0]), entries
+        return following, entries
 
     async def read_liveness(self, holders: Iterable[HolderId]) -> dict[HolderId, Alive]:
         """Which of the holders are alive, by the records that stand now."""
@@ -190,6 +185,27 @@ class RedisChanges:
     async def close(self) -> None:
         """Close the connection."""
         await self._redis.close()
+
+    async def _read_streams(self, after: Sequence[EventId], *, wait_ms: int) -> list[Happened]:
+        block = ("BLOCK", wait_ms) if wait_ms else ()
+        async with self._redis.call() as redis:
+            [reply] = await redis.round_trip(
+                ("XREAD", "COUNT", INDEX_MIRROR_EVENTS, *block, "STREAMS", *_STREAMS, *map(_id_text, after))
+            )
+        if isinstance(reply, ResponseError):  # junk of another type in a stream's place
+            return await self._read_each_stream(after)
+        return _parse_streams(reply)
+
+    async def _read_each_stream(self, after: Sequence[EventId]) -> list[Happened]:
+        """As one command for all would answer if what is no stream were an empty one."""
+        async with self._redis.call() as redis:
+            replies = await redis.round_trip(
+                *(
+                    ("XREAD", "COUNT", INDEX_MIRROR_EVENTS, "STREAMS", key, _id_text(event_id))
+                    for key, event_id in zip(_STREAMS, after, strict=True)
+                )
+            )
+        return [each for reply in replies if isinstance(reply, list) for each in _parse_streams(reply)]
 
     def _parse_entries(
         self, namespace: NamespaceId, blocks: Sequence[BlockHash], reply: Sequence[Any]
@@ -227,17 +243,17 @@ def _accepted(reply: Any) -> list[Any]:
     return reply
 
 
-async def _read_one_by_one(
-    redis: RedisCall, keys: Sequence[bytes], ids: Sequence[bytes]
-) -> list[tuple[bytes, list[tuple[bytes, list[bytes]]]]]:
-    """As the one command for all would answer if what is no stream were an empty one."""
-    replies = await redis.round_trip(
-        *(
-            ("XREAD", "COUNT", INDEX_MIRROR_EVENTS, "STREAMS", key, event_id)
-            for key, event_id in zip(keys, ids, strict=True)
-        )
-    )
-    return [stream for reply in replies if isinstance(reply, list) for stream in reply]
+def _parse_streams(reply: Any) -> list[Happened]:
+    """What XREAD says; None when there is nothing."""
+    return [
+        Happened(_STREAMS.index(key), _parse_id(event_id), parse_event(fields) if fields else None)
+        for key, events in reply or ()
+        for event_id, fields in events
+    ]
+
+
+def _id_text(event_id: EventId) -> bytes:
+    return b"%d-%d" % event_id
 
 
 def _parse_id(text: bytes) -> EventId:
@@ -254,9 +270,3 @@ def _parse_mark(stream: object) -> Mark:
     assert isinstance(newest, bytes)
     assert isinstance(events, int)
     return Mark(_parse_id(newest), events)
-
-
-def _run_id(info: object) -> bytes:
-    """Changes whenever a server starts anew or another one takes its place."""
-    lines = info.splitlines() if isinstance(info, bytes) else []
-    return next((line.removeprefix(b"run_id:") for line in lines if line.startswith(b"run_id:")), b"")

@@ -1,42 +1,27 @@
-"""One Redis as this process sees it: few connections, one deadline per call, typed errors, scripts.
+"""Redis as this process sees it: calls with one deadline each, typed errors, scripts.
 
-Rules kept here, so that `redis_index` and `redis_membership` are only about their keys:
-
-- Every call ends within INDEX_TIMEOUT_MS, or what else was asked for, waiting for a connection and connecting included.
-  Nothing is retried. When our own event loop stood still, that is not Redis being slow: the call gets
-  INDEX_STALL_GRACE_MS more.
-- Every failure of Redis leaves as IndexUnavailable; after a timeout or a lost connection a circuit breaker answers for
-  a while. A refusal (out of memory, read-only replica) comes at once and therefore does not open it.
-- A connection with an unread reply is closed, whoever was cancelled where: nobody can get another caller's reply.
-- At most `connections_max` connections. A semaphore and a list do that, and not redis-py's BlockingConnectionPool:
-  giving a connection back there awaits a lock, and a cancellation at that point loses the connection for good; here
-  nothing is awaited on the way back.
+Every call ends within INDEX_TIMEOUT_MS, or what else was asked for, waiting for a connection and connecting included,
+and every failure leaves as IndexUnavailable, so that `redis_index` and `redis_membership` are only about their keys.
+What a server is asked with is `redis_server.py`; which one has a key, where there are several, `redis_cluster.py`.
 
 One instance serves one event loop (connections belong to the loop that opened them).
 """
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
-from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.index_limits import INDEX_PAUSE_MS, INDEX_STALL_GRACE_MS, INDEX_TIMEOUT_MS
-from headrace.index.circuit_breaker import CircuitBreaker, Ticket
-from headrace.index.connection_factory import connection_factory
-
-_log = logging.getLogger(__name__)
-
-Argument = bytes | str | int
+from headrace.core.index_limits import INDEX_TIMEOUT_MS
+from headrace.index.connection_factory import ClusterFactory, connection_factory
+from headrace.index.redis_cluster import ClusterServers, OneServer, Parts, Route, Servers
+from headrace.index.redis_server import AnswerTime, Argument, Command, RedisServer
 
 
 class Script:
@@ -54,23 +39,24 @@ def _lua_of(name: str) -> bytes:
 
 
 class RedisCall:
-    """One connection for the length of one call. Made by `RedisConnections.call` only."""
+    """Round trips that share one deadline. Made by `RedisConnections.call` only.
 
-    def __init__(self, connection: AbstractConnection) -> None:
-        self._connection = connection
-        self.unread_replies = 0
+    Commands of one server go in one write, in order; several servers are asked at the same time. A command that is
+    refused is a value in the list of replies, except where a cluster says that a key is not to be had now: that is
+    raised.
+    """
 
-    async def round_trip(self, *commands: Sequence[Argument]) -> list[Any]:
-        """Send all commands in one write and read their replies, in order; an error reply is a value in the list."""
-        self.unread_replies += len(commands)
-        await self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
-        replies: list[Any] = []
-        for _ in commands:
-            try:
-                replies.append(await self._connection.read_response(disable_decoding=True))
-            except ResponseError as refusal:
-                replies.append(refusal)
-            self.unread_replies -= 1
+    def __init__(self, servers: Servers, time: AnswerTime) -> None:
+        self._servers = servers
+        self._time = time
+
+    async def round_trip(self, *commands: Command) -> list[Any]:
+        """Send all commands and read their replies, in order. Each names keys of one shard, or of the members."""
+        replies: list[Any] = [None] * len(commands)
+        parts = await self._servers.route(commands, self._time)
+        while parts:
+            await self._send(parts, commands, replies)
+            parts = self._servers.redirect(parts, commands, replies)
         return replies
 
     async def run_script(self, script: Script, *, keys: Sequence[bytes], arguments: Sequence[Argument]) -> Any:
@@ -86,13 +72,62 @@ class RedisCall:
     async def run_script_for_each(
         self, script: Script, operands: Sequence[tuple[bytes, Sequence[Argument]]]
     ) -> list[Any]:
-        """Run a script once for each (key, arguments), all in one round trip; in two when the server does not know it.
+        """Run a script once for each (key, arguments), all in one round trip; in two when a server does not know it.
         An error reply is a value in the list."""
         for command in (("EVALSHA", script.sha1), ("EVAL", script.text)):
             replies = await self.round_trip(*((*command, 1, key, *arguments) for key, arguments in operands))
             if not any(isinstance(reply, NoScriptError) for reply in replies):
                 break
         return replies
+
+    async def scan(self, cursor: int, *, pattern: bytes, count: int) -> tuple[int, list[bytes]]:
+        """Some keys that match, after a look at about `count`, and the cursor that leads to the next; 0 begins and
+        ends. Servers come one after the other. When slots change hands meanwhile, keys may be missed. Raises
+        ResponseError."""
+        servers = await self._servers.in_turn(self._time)
+        theirs, turn = divmod(cursor, len(servers))
+        [reply] = await servers[turn].exchange([("SCAN", theirs, "MATCH", pattern, "COUNT", count)], self._time)
+        if isinstance(reply, ResponseError):
+            raise reply
+        following = int(reply[0])
+        if following == 0:
+            turn = next((at for at in range(turn + 1, len(servers)) if servers[at] not in servers[:at]), 0)
+        return following * len(servers) + turn, reply[1]
+
+    async def run_id(self) -> bytes:
+        """Changes whenever a server of our keys starts anew or another one takes its place, for any of the keys; of a
+        server that does not tell it is empty."""
+        servers = await self._servers.in_turn(self._time)
+        asked = list(dict.fromkeys(servers))
+        infos: list[Any] = [None] * len(asked)
+        await self._send(
+            {Route(server): [at] for at, server in enumerate(asked)}, [("INFO", "server")] * len(asked), infos
+        )
+        told = {server: _run_id(info) for server, info in zip(asked, infos, strict=True)}
+        return b" ".join(told[server] for server in servers)
+
+    async def _send(self, parts: Parts, commands: Sequence[Command], replies: list[Any]) -> None:
+        """Put the replies in their places. Waits for all servers, also when one fails. Raises IndexUnavailable."""
+        failures: list[IndexUnavailable] = []
+
+        async def send_part(route: Route, places: Sequence[int]) -> None:
+            try:
+                told = await _exchange(route, [commands[at] for at in places], self._time)
+            except IndexUnavailable as failure:
+                failures.append(failure)
+            else:
+                for at, reply in zip(places, told, strict=True):
+                    replies[at] = reply
+
+        if len(parts) == 1:
+            [(route, places)] = parts.items()
+            await send_part(route, places)
+        else:
+            async with asyncio.TaskGroup() as group:
+                for route, places in parts.items():
+                    group.create_task(send_part(route, places))
+        if failures:
+            raise failures[0]
 
 
 class RedisConnections:
@@ -101,63 +136,34 @@ class RedisConnections:
     def __init__(
         self, redis_url: str, *, connections_max: int, clock: Clock, timeout_ms: int = INDEX_TIMEOUT_MS
     ) -> None:
-        """Connects when first used. timeout_ms: of each call. Raises ConfigInvalid when the URL cannot be read."""
-        self._factory = connection_factory(redis_url, timeout_ms=timeout_ms)
-        self._breaker = CircuitBreaker(pause_s=INDEX_PAUSE_MS / 1000, clock=clock)
-        self._slots = asyncio.Semaphore(connections_max)
-        self._idle: list[AbstractConnection] = []
+        """Connects when first used. connections_max: to each server. timeout_ms: of each call. Raises ConfigInvalid
+        when the URL cannot be read."""
+        factory = connection_factory(redis_url, timeout_ms=timeout_ms)
+        self._servers: Servers
+        if isinstance(factory, ClusterFactory):
+            self._servers = ClusterServers(factory, connections_max=connections_max, clock=clock)
+        else:
+            self._servers = OneServer(RedisServer(factory, name="Redis", connections_max=connections_max, clock=clock))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timeout_ms = timeout_ms
 
+    @property
+    def streams_lie_together(self) -> bool:
+        """Whether one command may name keys of several shards."""
+        return self._servers.streams_lie_together
+
     @asynccontextmanager
     async def call(self) -> AsyncIterator[RedisCall]:
-        """Everything inside the block shares one connection and one deadline. Raises IndexUnavailable."""
+        """Everything inside the block shares one deadline. Raises IndexUnavailable, also for what Redis refuses."""
         self._check_loop()
-        ticket = self._breaker.admit()
-        if ticket is None:
-            raise IndexUnavailable("Redis failed a moment ago and is left alone for now")
         try:
-            async with _answer_time(self._timeout_ms), self._slots:
-                connection = self._idle.pop() if self._idle else self._factory.make_connection()
-                call, is_ready = RedisCall(connection), False
-                try:
-                    await self._factory.ensure_connection(connection)
-                    is_ready = True
-                    yield call
-                finally:
-                    if is_ready and call.unread_replies == 0:
-                        self._idle.append(connection)
-                    else:
-                        await connection.disconnect(nowait=True)
-        except (TimeoutError, RedisConnectionError, RedisTimeoutError, OSError) as error:
-            if isinstance(error, RedisConnectionError):
-                await self.close()  # the others lead to the same server, which is gone or no primary any more
-            raise self._failed(ticket, error) from error
+            yield RedisCall(self._servers, AnswerTime(self._timeout_ms))
         except RedisError as error:
-            self._succeeded(ticket)
-            if isinstance(error, ReadOnlyError):
-                await self.close()  # there was a failover: new connections may find the new primary
             raise IndexUnavailable(f"Redis refuses: {error}") from error
-        except BaseException:
-            self._breaker.abandoned(ticket)
-            raise
-        else:
-            self._succeeded(ticket)
 
     async def close(self) -> None:
         """Close the idle connections. Those under way are closed or kept by the call that uses them."""
-        while self._idle:
-            await self._idle.pop().disconnect(nowait=True)
-
-    def _succeeded(self, ticket: Ticket) -> None:
-        if self._breaker.succeeded(ticket):
-            _log.warning("Redis answers again")
-
-    def _failed(self, ticket: Ticket, error: Exception) -> IndexUnavailable:
-        why = f"no answer in {self._timeout_ms} ms" if isinstance(error, TimeoutError) else f"{error}"
-        if self._breaker.failed(ticket):
-            _log.warning("Redis is unavailable (%s); requests go on without reuse until it answers again", why)
-        return IndexUnavailable(why)
+        await self._servers.close()
 
     def _check_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -166,24 +172,14 @@ class RedisConnections:
         assert self._loop is loop, "made for another event loop; make one per loop"
 
 
-@asynccontextmanager
-async def _answer_time(timeout_ms: int) -> AsyncIterator[None]:
-    """Raises TimeoutError when the block takes longer than that.
+async def _exchange(route: Route, commands: Sequence[Command], time: AnswerTime) -> list[Any]:
+    """Replies of one server."""
+    if not route.asking:
+        return await route.server.exchange(commands, time)
+    told = await route.server.exchange([each for command in commands for each in (("ASKING",), command)], time)
+    return told[1::2]
 
-    A plain `asyncio.timeout` would also fire when the loop was blocked for that long and the reply has been in the
-    socket all the while: the timer runs before the task that would read it.
-    """
-    loop = asyncio.get_running_loop()
-    due_s = loop.time() + timeout_ms / 1000
-    grace_s = INDEX_STALL_GRACE_MS / 1000
-    async with asyncio.timeout(None) as timeout:
 
-        def expire() -> None:
-            loop_stood_still = loop.time() - due_s > grace_s
-            timeout.reschedule(loop.time() + (grace_s if loop_stood_still else 0.0))
-
-        timer = loop.call_at(due_s, expire)
-        try:
-            yield
-        finally:
-            timer.cancel()
+def _run_id(info: object) -> bytes:
+    lines = info.splitlines() if isinstance(info, bytes) else []
+    return next((line.removeprefix(b"run_id:") for line in lines if line.startswith(b"run_id:")), b"")

@@ -139,9 +139,7 @@ class RedisIndex:
         await self._redis.close()
 
     async def _sweep_page(self, redis: RedisCall, live: dict[HolderId, int], limit: int) -> int:
-        [[cursor, found]] = _accepted(
-            await redis.round_trip(("SCAN", self._sweep_cursor, "MATCH", ALL_KEYS_PATTERN, "COUNT", SWEEP_PAGE_KEYS))
-        )
+        cursor, found = await redis.scan(self._sweep_cursor, pattern=ALL_KEYS_PATTERN, count=SWEEP_PAGE_KEYS)
         keys = [parse_key(key) for key in found]
         entries = await self._read_entries(redis, [key for key in keys if isinstance(key, BlockKey)])
         unvouched = [
@@ -162,7 +160,7 @@ class RedisIndex:
         await _forget_numbers(redis, [owner for owner in uncounted if standing.get(owner[1]) != owner[2]])
         removed = await self._remove(redis, dead[:limit])
         if len(dead) <= limit:  # else the rest of this page comes first next time
-            self._sweep_cursor = int(cursor)
+            self._sweep_cursor = cursor
         return removed
 
     async def _read_entries(self, redis: RedisCall, keys: Sequence[BlockKey]) -> "list[_Entry]":

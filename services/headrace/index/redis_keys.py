@@ -5,7 +5,7 @@
     hr1:{<shard>}:n                                       hash     "<incarnation>:<holder id>" -> changes so far
     hr1:{members}:ids                                     set      holder ids that were ever announced
     hr1:{members}:m:<holder id>                           string   "<incarnation>:<record in msgpack>", with a TTL
-    hr1:{members}:p:<reader>                              string   empty, with a TTL: a reader's mark, see
+    hr1:{members}:p:<reader>                              string   a number, with a TTL: a reader's mark, see
                                                                    `redis_membership`
 
 `hr1` is the version of all of this: another layout takes another prefix, so that what does not parse under this one is
@@ -50,10 +50,14 @@ COMMANDS = tuple(
 )
 
 
-def acl_rules() -> str:
+# What is asked of the servers of a Redis Cluster besides.
+CLUSTER_COMMANDS = ("asking", "cluster|slots")
+
+
+def acl_rules(*, in_cluster: bool = False) -> str:
     """The rules of an ACL user that may do what this index does, to its own keys, and nothing else. SCAN names keys of
     others too, and INFO tells of the server: neither can be had in part."""
-    allowed = " ".join(f"+{command}" for command in COMMANDS)
+    allowed = " ".join(f"+{command}" for command in (*COMMANDS, *(CLUSTER_COMMANDS if in_cluster else ())))
     return f"resetkeys ~{ALL_KEYS_PATTERN.decode()} resetchannels -@all {allowed}"
 
 
@@ -81,6 +85,10 @@ def numbers_key(shard: int) -> bytes:
 def _shard_prefix(shard: int) -> bytes:
     assert 0 <= shard < INDEX_SHARDS
     return _PREFIX + b"{%d}:" % shard
+
+
+# A key in each slot that has keys of ours.
+SLOT_KEYS = (MEMBER_IDS_KEY, *(events_key(shard) for shard in range(INDEX_SHARDS)))
 
 
 def member_key(holder: HolderId) -> bytes:

@@ -1,15 +1,17 @@
 """Who is alive, in Redis: implements `Membership`. The layout is in `redis_keys`, the races in `scripts/*.lua`.
 
 A missing record says that its member is dead only when Redis would have it otherwise. A Redis that came back empty, was
-flushed, evicts records or takes no writes (a replica after a failover) lacks the living too. So every reader leaves a
-mark of its own, under the members' TTL. While the mark cannot be left, and for one TTL after it was lost (the living
-announce themselves again meanwhile), a listing that lacks somebody is IndexUnavailable: the caller keeps what it knew.
+flushed, evicts records or takes no writes (a replica after a failover) lacks the living too, and so does a replica that
+took over before it had heard of them. So every reader leaves a mark of its own with each listing, numbered, under the
+members' TTL: whatever has the last mark has all that was announced before it. While the mark cannot be left, and for
+one TTL after it was lost (the living announce themselves again meanwhile), a listing that lacks somebody is
+IndexUnavailable: the caller keeps what it knew.
 """
 
 import secrets
 from collections.abc import Sequence
 
-from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import ResponseError
 
 from headrace.core.block import HolderId
 from headrace.core.clock import Clock, SystemClock
@@ -53,6 +55,7 @@ class RedisMembership:
         self._junk = JunkCount(clock)
         self._unconfirmed: set[HolderId] = set()  # own records of which the last announcement's outcome is not known
         self._mark = mark_key(secrets.token_hex(8))
+        self._marks_tried = self._marks_left = 0  # the last number that was sent, and the last of those that arrived
         self._listed: frozenset[HolderId] = frozenset()  # whom the last listing that was believed named
         self._asked_s: float | None = None  # when members were last asked for, answered or not
         self._mark_lost_s: float | None = None  # when the mark was last found missing, or could not be left
@@ -109,16 +112,14 @@ class RedisMembership:
         await self._redis.close()
 
     async def _read(self) -> list[MemberRecord]:
-        had_mark = self._keeps_mark()
+        expected = self._expected_mark()
         async with self._redis.call() as redis:
-            refusal = await self._leave_mark(redis, had_mark=had_mark)
+            refusal = await self._leave_mark(redis, expected=expected)
             junk, *pairs = await redis.run_script(
                 _READ_MEMBERS,
                 keys=[MEMBER_IDS_KEY],
                 arguments=[MEMBER_KEY_PREFIX, MEMBERS_MAX, MEMBER_RECORD_BYTES_MAX],
             )
-        if isinstance(refusal, ReadOnlyError):
-            await self._redis.close()  # there was a failover: new connections may find the new primary
         records = _parse_members(pairs)
         self._junk.add(junk + len(pairs) // 2 - len(records), "member records")
         named = frozenset(record.holder_id for record in records)
@@ -128,22 +129,26 @@ class RedisMembership:
         self._listed = named
         return sorted(records, key=lambda record: record.holder_id)
 
-    def _keeps_mark(self) -> bool:
-        """Whether we asked lately enough for our mark to stand. Who asks less often is told what stands now."""
+    def _expected_mark(self) -> int:
+        """The number of our mark that ought to stand: 0 when none does, since we have not asked for as long as a mark
+        stands. Who asks so seldom is told what stands now."""
         now_s, asked_s, self._asked_s = self._clock.now_s(), self._asked_s, self._clock.now_s()
-        if asked_s is not None and now_s - asked_s < MEMBER_TTL_MS / 1000:
-            return True
-        self._listed, self._mark_lost_s = frozenset(), None
-        return False
+        if asked_s is None or now_s - asked_s >= MEMBER_TTL_MS / 1000:
+            self._listed, self._mark_lost_s, self._marks_left = frozenset(), None, 0
+        return self._marks_left
 
-    async def _leave_mark(self, redis: RedisCall, *, had_mark: bool) -> ResponseError | None:
-        """Note whether a mark that we had still stood, and leave it again; the refusal, if Redis takes no writes."""
-        refusal, stood = None, False
+    async def _leave_mark(self, redis: RedisCall, *, expected: int) -> ResponseError | None:
+        """Note whether the expected mark still stood, and leave the next; the refusal, if Redis takes no writes."""
+        refusal, stood = None, b""
+        self._marks_tried += 1
+        number = self._marks_tried
         try:
-            stood = await redis.run_script(_PROBE, keys=[self._mark], arguments=[MEMBER_TTL_MS]) == 1
+            stood = await redis.run_script(_PROBE, keys=[self._mark], arguments=[MEMBER_TTL_MS, number])
+            self._marks_left = max(self._marks_left, number)
         except ResponseError as error:
             refusal = error
-        if refusal or (had_mark and not stood):
+        # A later one may stand: that of another listing at the same time, or one of which only the answer was lost.
+        if refusal or int(stood or 0) < expected:
             self._mark_lost_s = self._clock.now_s()
         return refusal
 

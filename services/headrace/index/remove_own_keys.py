@@ -53,15 +53,12 @@ async def remove_own_keys(redis_url: str, *, deadline_s: float, clock: Clock | N
 async def _remove_page(redis: RedisConnections, cursor: int) -> tuple[int, int]:
     """The next cursor (0: there is no next page), and the keys of this page that were removed."""
     async with redis.call() as call:
-        [found] = await call.round_trip(("SCAN", cursor, "MATCH", ALL_KEYS_PATTERN, "COUNT", SWEEP_PAGE_KEYS))
-        if isinstance(found, ResponseError):
-            raise found
-        after, keys = found
+        following, keys = await call.scan(cursor, pattern=ALL_KEYS_PATTERN, count=SWEEP_PAGE_KEYS)
         removed = await call.round_trip(*(("DEL", key) for key in keys))
         refused = next((reply for reply in removed if isinstance(reply, ResponseError)), None)
         if refused is not None:
             raise refused
-    return int(after), sum(removed)
+    return following, sum(removed)
 
 
 def main(arguments: list[str] | None = None) -> int:

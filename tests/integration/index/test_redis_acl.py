@@ -14,7 +14,7 @@ from restricted_redis import PASSWORD, USER, ask, refused, restricted
 from headrace.core.clock import SystemClock
 from headrace.core.errors import IndexUnavailable
 from headrace.index import redis_keys
-from headrace.index.redis_keys import COMMANDS, acl_rules
+from headrace.index.redis_keys import CLUSTER_COMMANDS, COMMANDS, acl_rules
 from headrace.index.remove_own_keys import remove_own_keys
 
 INDEX = Path(redis_keys.__file__).parent
@@ -29,17 +29,18 @@ def test_the_commands_of_the_code_are_those_of_the_line():
             if isinstance(node, ast.Tuple) and node.elts and isinstance(node.elts[0], ast.Constant):
                 first = node.elts[0].value
                 if isinstance(first, str) and re.fullmatch(r"[A-Z]{3,}", first):
-                    second = node.elts[1].value if isinstance(node.elts[1], ast.Constant) else ""
-                    words.add(f"{first}|{second}".lower() if first == "XINFO" else first.lower())
+                    has_two = first in ("XINFO", "CLUSTER")
+                    words.add(f"{first}|{node.elts[1].value}".lower() if has_two else first.lower())
     for script in (INDEX / "scripts").glob("*.lua"):
         text = script.read_text(encoding="utf-8")
         for command, after in re.findall(r"(?:redis\.p?call|replacing_junk)\(\s*'([A-Z]+)',\s*('[A-Z]+')?", text):
             words.add(f"{command}|{after.strip(chr(39))}".lower() if command == "XINFO" else command.lower())
-    assert words - {"block"} == set(COMMANDS)  # an argument of XREAD
+    assert words - {"block"} == {*COMMANDS, *CLUSTER_COMMANDS}  # an argument of XREAD
 
 
-def test_the_documented_line_is_that_of_the_code():
-    line = f"ACL SETUSER headrace on >PASSWORD {acl_rules()}"
+@pytest.mark.parametrize("in_cluster", [False, True])
+def test_the_documented_line_is_that_of_the_code(in_cluster):
+    line = f"ACL SETUSER headrace on >PASSWORD {acl_rules(in_cluster=in_cluster)}\n"
     assert line in (DOCS / "security.md").read_text(encoding="utf-8")
 
 

