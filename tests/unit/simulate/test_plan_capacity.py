@@ -129,6 +129,72 @@ def plan_at_100_gib(*, itl_s: float = 0.05, output: int = 10, every_s: float = 0
     return plan_capacity(EIGHT_B, H100, trace, targets, costs=RATES, report=lambda line: None)
 
 
+# Gemma 3 1B as its config.json has it: 22 of its 26 layers see 512 tokens.
+GEMMA_1B = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_size": 1_152,
+    "intermediate_size": 6_912,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262_144,
+}
+
+
+def read(config: dict, tmp_path) -> ModelShape:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return read_model(tmp_path)
+
+
+def test_of_layers_with_a_window_a_plan_counts_no_more_than_that(tmp_path):
+    """1 KiB for each token and layer. Of 8,192 tokens in blocks of 64 the 4 layers that see all hold all, 32 MiB, the
+    others 18 blocks each, 24.75 MiB; a hit moves 8 blocks of theirs, 11 MiB; a step reads 512 keys, as much."""
+    model = read(GEMMA_1B, tmp_path)
+    assert model.parameters == pytest.approx(1.0e9, rel=0.01)
+    mib = model.kv_token_bytes / 2**20
+    assert 8_192 * mib == 208
+    assert model.held_tokens(8_192, block_tokens=64) * mib == pytest.approx(32 + 24.75)
+    assert model.moved_tokens(8_192, block_tokens=64) * mib == pytest.approx(32 + 11)
+    assert model.seen_tokens(8_192) * mib == pytest.approx(32 + 11)
+    assert replace(model, windows=()).held_tokens(8_192, block_tokens=64) == 8_192
+    # Of the pairs in a prompt of 8,192, the layers with a window attend to 512 a token but for the first ones.
+    share = (8_192 * 512 - 512 * 511 / 2) / (8_192 * 8_193 / 2)
+    assert model.attended_share(8_192) == pytest.approx((4 + 22 * share) / 26)
+
+
+def test_windows_make_room_for_longer_contexts_and_shorter_steps(tmp_path):
+    """The same trace and machine, with the windows and as if there were none. Fails if room, steps or transfers are
+    counted for all layers and tokens, or the store keeps less than all of them."""
+    mixed = read(GEMMA_1B, tmp_path)
+    trace = replace(make_trace(60, every_s=0.4), block_tokens=64)
+    trace = replace(trace, requests=tuple(replace(each, block_ids=()) for each in trace.requests))
+    machine, targets = replace(H100, device_bytes=12e9, host_bytes=2**30), Targets(ttft_s=4.0, itl_s=0.05)
+
+    def planned(model):
+        return plan_capacity(model, machine, trace, targets, report=lambda line: None)
+
+    narrow, full, windowed = (
+        planned(mixed),
+        planned(replace(mixed, windows=())),
+        planned(replace(mixed, windows=(512,) * 26)),
+    )
+    assert narrow.kv_token_bytes == full.kv_token_bytes
+    assert narrow.host_tokens == full.host_tokens
+    assert full.windows is None
+    assert (narrow.windows.layers, narrow.windows.widest_tokens, narrow.windows.context_tokens) == (22, 512, 4_010)
+    for row, all_row, least in zip(narrow.contexts, full.contexts, windowed.contexts, strict=True):
+        assert least.fit == windowed.contexts[0].fit > row.fit > all_row.fit
+        assert least.itl_ms_at[0] <= row.itl_ms_at[0] < all_row.itl_ms_at[0]
+    assert narrow.contexts[-1].fit > 4 * full.contexts[-1].fit
+    room = 12e9 * 0.9 - 2 * mixed.parameters
+    fit = narrow.contexts[1].fit  # of 8,192 tokens, with the parts of what is published beside them
+    assert fit == int((room - 136 * 64 * 22 * 1_024) // ((32 + 24.75) * 2**20))
+    assert narrow.windows.moved_share == pytest.approx((4 * 4_032 + 22 * 512) / (26 * 4_032))
+
+
 def test_hits_at_each_size_are_those_of_a_store_of_that_size():
     """Two prompts of two blocks in turns: a store of four blocks finds all but the first of each, one of two none."""
     turns = [TracedRequest(201, (0, 1) if n % 2 else (2, 3), float(n)) for n in range(10)]
@@ -173,6 +239,10 @@ def test_the_command_prints_the_same_plan_as_its_json(tmp_path):
         f"{found['chosen']['prefill_workers']} prefill and {found['chosen']['decode_workers']} decode workers" in shown
     )
     assert "int8 in the store" in shown
+    assert "windows" not in shown
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_1B))
+    shown = CliRunner().invoke(main, args, catch_exceptions=False).stdout
+    assert "windows: 22 of 26 layers read the last 512 tokens" in shown
 
 
 def test_a_model_that_is_not_given_whole_is_refused_with_what_is_missing():
