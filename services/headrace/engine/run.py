@@ -235,6 +235,7 @@ class Run:
         if window.bounded:
             blocks = range(max(blocks.start, window.first_of_prefix(blocks.stop)), blocks.stop)
             spare = self.block_ids[self._num_there :][: len(blocks)]
+            assert len(spare) == len(blocks) > 0, "a table has room for two windows"
             table = spare[:1] * blocks.start + spare
         elif near_window.bounded:
             first = max(blocks.start, near_window.first_of_prefix(blocks.stop))

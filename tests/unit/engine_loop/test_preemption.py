@@ -146,18 +146,23 @@ async def test_what_does_not_come_back_is_computed(make_engine: MakeEngine, relo
 WINDOW = 3 * BLOCK_TOKENS  # each sequence comes to hold 4 blocks, and asks for up to 8 when it comes back
 
 
-async def test_of_a_model_with_windows_the_last_one_is_read_back(make_engine: MakeEngine) -> None:
-    """Five sequences in a pool of 16, whose blocks in it are not found again; the second has eight, and is back soonest,
-    since only it can be read back. Fails if more is moved than the window before the place where it was, if that is
-    taken for less, or if all is computed again."""
+@pytest.mark.parametrize("reloads_max", [2, 1_000])
+async def test_of_a_model_with_windows_the_last_one_is_read_back(make_engine: MakeEngine, reloads_max: int) -> None:
+    """Five sequences in a pool of 16, whose blocks in it are not found again; the second has eight, and is back
+    soonest, since only it can be read back. Fails if more is moved than the window before the place where it was, if
+    that is taken for less, if all is computed again, or if two blocks of three are taken for a window."""
     prompts = [PROMPTS[0], make_tokens(62, seed=9), *PROMPTS[1:4]]
     how = {"num_blocks": 16, "window_tokens": WINDOW, "clock": StandingClock()}
     computing = make_hashed_engine(make_engine, **how)
     await answer_all(computing, prompts, [None] * 5, use_device=False)
     engine = make_hashed_engine(make_engine, **how)
     long = CopyingBackup(engine)
+    long.reloads_max = reloads_max
     await answer_all(engine, prompts, [None, long, None, None, None], use_device=False)
     preemption = engine.steps.preemption
+    if reloads_max == 2:
+        assert long.num_reloaded > 0 == preemption.num_reloads
+        return
     assert 0 < long.num_reloaded <= preemption.num_reloads * engine.window.prefix_blocks
     assert preemption.num_reloaded_blocks >= preemption.num_reloads * 7
     assert rows(engine) < rows(computing)
