@@ -106,7 +106,7 @@ def test_a_pipe_gets_one_json_document_a_line_and_ctrl_c_ends_it_cleanly(run, sm
     process = start_top(small_gateway, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     lines = [process.stdout.readline() for _ in range(2)]
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert all(json.loads(line)["holders"] for line in lines)
     assert (process.returncode, errors) == (0, b"")
 
@@ -117,7 +117,7 @@ def test_on_a_terminal_it_is_drawn_in_place_and_leaves_the_cursor_visible(run, s
     termios.tcsetwinsize(its, (40, 110))
     process = start_top(small_gateway, stdin=its, stdout=its, stderr=its, env={**os.environ, "TERM": "xterm"})
     os.close(its)
-    seen, give_up_at = b"", time.monotonic() + 60
+    seen, give_up_at = b"", time.monotonic() + 150
     while seen.count(b"look-ups") < 3 and time.monotonic() < give_up_at:
         seen += _read(ours)
     process.send_signal(signal.SIGINT)
