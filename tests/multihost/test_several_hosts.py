@@ -6,33 +6,33 @@ The tests share one cluster and are in the order of what they do to it.
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
+from typing import Any
 
 import pytest
 import redis
 from click.testing import CliRunner
 from fleet import BLOCK_TOKENS, TOKENS, Fleet, make_prompt
+from fleet_load import go_on, load_on, long_stream
 from hosts import Host, wait_until
 from ray_hosts import GRPC_PORT, START_WITHIN_S
 
 from headrace.admin.cli import main
-from headrace.client.admin_values import SystemStatus
-from headrace.client.client import HeadraceClient
-from headrace.client.values import COLD, CacheOptions, Event, GenerateResult, Sampling, TokenDelta
+from headrace.client.admin_values import StoreNodeStatus, SystemStatus, WorkerStatus
+from headrace.client.values import CacheOptions, GenerateResult
 from headrace.core.block import CacheSource
-from headrace.core.errors import HeadraceError
 from headrace.core.generation import CachedTokens
 from headrace.index.redis_keys import BLOCK_KEYS_PATTERN
+from headrace_cluster.ask_every_path import SharedText, ask_every_path
+from headrace_cluster.demo_report import TEXT_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCKS = 24  # computing them takes far longer than fetching them
 HIT = BLOCKS * BLOCK_TOKENS
 LONG = 40 * BLOCK_TOKENS  # 5.2 MB
+TEXT_SIGNS, TEXT_TOKENS = 1_000, 800  # of the demo's text; all of it would take this model minutes
 OVER_GRPC, FROM_MEMORY = frozenset({CacheSource.GRPC}), frozenset({CacheSource.SHARED_MEMORY})
 SEEDS = count(1)
 
@@ -40,6 +40,11 @@ SEEDS = count(1)
 def prompts() -> Iterator[list[int]]:
     """New ones without end."""
     return (make_prompt(HIT + 1, seed=seed) for seed in SEEDS)
+
+
+def some(number: int) -> list[list[int]]:
+    """So many of them."""
+    return list(islice(prompts(), number))
 
 
 def crosses(fleet: Fleet, prompt: list[int]) -> bool:
@@ -109,16 +114,55 @@ def test_each_host_has_its_own_store_node_which_its_workers_use(fleet: Fleet):
 
 def test_cache_verify_asks_every_worker_for_what_every_host_has(fleet: Fleet):
     """Fails when the command leaves out a way by which blocks come, or what it says is not what came."""
+    found: dict[str, Any] = {}
+
+    def is_whole() -> bool:
+        """Where a gateway is late with what it knows, or a prefill is late, a prompt is computed."""
+        nonlocal found
+        found = verify(fleet)
+        return bool(found["whole"])
+
+    wait_until(is_whole, within_s=120, what="an answer from every source")
+    ways = {(check["store_node"], check["source"], check["computed_on"]) for check in found["checks"]}
+    near = {(node, source, node) for node in "ab" for source in ("device", "shared_memory")}
+    cold, handed = {(node, "cold", "") for node in "ab"}, {(node, "hand_off", "a") for node in "ab"}
+    assert ways == near | cold | handed | {("a", "grpc", "b"), ("b", "grpc", "a")}
+
+
+def verify(fleet: Fleet) -> dict[str, Any]:
+    """What the command says, as far as it must hold whatever the machine does meanwhile."""
     address = f"{fleet.a.address}:{GRPC_PORT}"
     done = CliRunner().invoke(main, ["cache", "verify", "--address", address, "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["equal"]
-    ways = {(check["store_node"], check["source"], check["computed_on"]) for check in found["checks"]}
-    near = {(node, source, node) for node in "ab" for source in ("device", "shared_memory")}
-    assert ways == near | {("a", "cold", ""), ("b", "cold", ""), ("a", "grpc", "b"), ("b", "grpc", "a")}
-    expected = {"cold": {0}, "device": {96}, "shared_memory": {96}, "grpc": {0, 96}}  # the gateway may rather compute
-    assert all(check["cached_tokens"] in expected[check["source"]] for check in found["checks"])
+    assert found["same_bits"]
+    return found
+
+
+def test_the_table_of_the_demo_holds_over_hosts(fleet: Fleet):
+    """Fails when a prefix does not come from where its path says, an answer differs from the cold one, or a part that
+    is killed on one host loses what another one or its successor can read."""
+
+    def kill(part: WorkerStatus | StoreNodeStatus) -> None:
+        """Process ids are those of the part's host."""
+        node = part.node_id if isinstance(part, StoreNodeStatus) else part.store_node
+        fleet.ray.hosts[node].run("kill", "-KILL", str(part.pid))
+
+    beginning = SharedText(TEXT_FILE.read_text(encoding="utf-8")[:TEXT_SIGNS], TEXT_TOKENS)
+    found = ask_every_path(fleet.client, kill=kill, report=print, shared=beginning)
+    print(*found.table()[2], sep="\n")
+    assert found.equal
+    sources = {row.path: {s for s, n in row.result.usage.cached.by_source().items() if n} for row in found.rows}
+    assert sources.pop("after_worker_kill") <= OVER_GRPC | FROM_MEMORY  # where a prefill worker of its host had helped
+    assert sources == {
+        "cold": set(),
+        "same_worker": {CacheSource.DEVICE},
+        "shared_memory": {CacheSource.SHARED_MEMORY},
+        "grpc": {CacheSource.GRPC},
+        "after_store_restart": {CacheSource.SHARED_MEMORY},
+    }
+    assert {row.path: row.title for row in found.rows}["grpc"] == "other host, by gRPC"
 
 
 def answers(fleet: Fleet, prompt: list[int], expected: GenerateResult) -> GenerateResult:
@@ -168,75 +212,6 @@ def test_over_a_slow_link_that_loses_packets_computing_overtakes_the_load(fleet:
     print(f"{there.usage.cached.grpc} of {LONG} tokens came, {lost} packets were lost")
 
 
-@dataclass
-class Outcome:
-    """What came of a load so far."""
-
-    right: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def load_on(fleet: Fleet) -> Iterator[Outcome]:
-    """Two callers at each host's proxy ask in turn; what they get is compared with what they got at rest."""
-    asked = [make_prompt(HIT + 1, seed=next(SEEDS)) for _ in range(8)]
-    expected = [fleet.cold(prompt) for prompt in asked]
-    outcome, ended, lock = Outcome(), threading.Event(), threading.Lock()
-
-    def call(client: HeadraceClient, number: int) -> None:
-        while not ended.wait(0.05):
-            number = (number + 1) % len(asked)
-            try:
-                tokens = client.generate(asked[number], sampling=TOKENS, timeout_s=120).token_ids
-            except HeadraceError as error:
-                said = f"{type(error).__name__}: {error}"
-            else:
-                said = "" if tokens == expected[number] else f"{tokens} instead of {expected[number]}"
-            with lock:
-                outcome.right += not said
-                outcome.wrong += [said] if said else []
-
-    with ThreadPoolExecutor(2 * len(fleet.clients)) as pool:
-        calls = [pool.submit(call, client, 4 * at) for client in fleet.clients.values() for at in range(2)]
-        try:
-            yield outcome
-        finally:
-            ended.set()
-            for each in calls:
-                each.result()
-
-
-def go_on(outcome: Outcome, *, what: str) -> None:
-    """Until the load has got some more answers."""
-    before = outcome.right
-    wait_until(lambda: outcome.right > before + 20, within_s=120, what=f"answers {what}")
-
-
-@dataclass
-class LongStream:
-    """A stream that has begun, and what it must come to."""
-
-    events: Iterator[Event]
-    begun: list[Event]
-    expected: tuple[int, ...]
-
-    def check_to_its_end(self) -> None:
-        events = [*self.begun, *self.events]
-        assert tuple(event.token_id for event in events if isinstance(event, TokenDelta)) == self.expected
-
-
-@contextmanager
-def long_stream(fleet: Fleet, host: Host) -> Iterator[LongStream]:
-    """A stream of the decode worker of a host through its proxy."""
-    worker, client = fleet.worker(host), fleet.clients[host.name]
-    prompt, long = next(prompts()), Sampling(max_tokens=400, ignore_eos=True)
-    cache = CacheOptions(decode_worker=worker.worker_id)
-    expected = client.generate(prompt, sampling=long, cache=COLD, timeout_s=120).token_ids
-    with client.stream(prompt, sampling=long, cache=cache, timeout_s=120) as stream:
-        events = iter(stream)
-        yield LongStream(events, [next(events), next(events)], expected)
-
-
 def ids_of(status: SystemStatus) -> set[str]:
     return {worker.worker_id for worker in status.workers} | {gateway.gateway_id for gateway in status.gateways}
 
@@ -246,7 +221,7 @@ def test_new_settings_replace_workers_and_gateways_under_load_and_no_request_is_
     old, nodes = ids_of(fleet.client.status()), fleet.client.status().store_nodes
     kept = next(prompts())
     fleet.ask(kept, on=fleet.a)
-    with load_on(fleet) as outcome:
+    with load_on([*fleet.clients.values()], some(4)) as outcome:
         go_on(outcome, what="before")
         fleet.deploy(load_patience_ms=5_001)
         wait_until(
@@ -276,22 +251,32 @@ def replace_process(fleet: Fleet, host: Host, deployment: str) -> None:
     )
 
 
-def test_without_its_head_the_cluster_serves_on_and_with_a_new_one_it_can_be_changed_again(fleet: Fleet):
-    """Fails when an answer needs Ray's head, the first one of a new gateway, too, or a head that comes back does not
-    know what runs."""
-    head, prompt = fleet.ray.head, next(prompts())
+def test_without_redis_and_head_requests_go_on_and_with_both_again_hits_and_changes_do(fleet: Fleet):
+    """Fails when an answer needs Redis or Ray's head, the first one of a new gateway, too; when what is known is
+    forgotten without them, or what was stored meanwhile is never found; when a head that comes back does not know what
+    runs."""
     replace_process(fleet, fleet.b, "Gateway")
-    members, expected = ids_of(fleet.client.status()), fleet.cold(prompt)
-    with long_stream(fleet, fleet.a) as stream:
-        head.kill_processes()
-        stream.check_to_its_end()
-    assert fleet.ask(prompt, on=fleet.b).token_ids == expected
-    with load_on(fleet) as outcome:
-        go_on(outcome, what="without a head")
-        wait_until_it_crosses(fleet)
-        fleet.ray.start_ray(head, cpus=0)
+    known, during = some(2)
+    expected, members = fleet.ask(known, on=fleet.a), ids_of(fleet.client.status())
+    with load_on([fleet.client], some(4)) as outcome:
+        with long_stream(fleet, fleet.a, *some(1)) as stream:
+            fleet.ray.kill_redis()
+            stream.check_to_its_end()
+        # Ray's head does not outlive its Redis. What started it starts it again, until there is one.
+        wait_until(lambda: not fleet.ray.head_is_there(), within_s=120, what="the end of Ray's head")
+        assert fleet.ask(known, on=fleet.b).token_ids == expected.token_ids
+        again = fleet.ask(known, on=fleet.a, sources=FROM_MEMORY)
+        assert (again.token_ids, again.usage.cached) == (expected.token_ids, CachedTokens(shared_memory=HIT))
+        stored = fleet.ask(during, on=fleet.a)
+        go_on(outcome, what="without Redis and head")
+        fleet.ray.start_redis()
+        wait_until(
+            lambda: answers(fleet, during, stored).usage.cached.grpc == HIT,
+            within_s=120,
+            what="hits on what was stored without Redis",
+        )
         fleet.ray.wait_until_running()
-        go_on(outcome, what="with a new head")
+        go_on(outcome, what="with both again")
     assert outcome.wrong == []
     wait_until(lambda: fleet.shows(lambda status: ids_of(status) == members), within_s=60, what="the same members")
     replace_process(fleet, fleet.b, "DecodeWorker")
@@ -310,7 +295,7 @@ def test_a_host_that_dies_takes_its_own_streams_and_entries_and_another_takes_it
     dead, prompt = fleet.b, next(prompts())
     held = fleet.ask(prompt, on=dead)
     wait_until(lambda: b"node:b" in holders_in_index(fleet), within_s=60, what="entries of b")
-    with long_stream(fleet, fleet.a) as stream:
+    with long_stream(fleet, fleet.a, *some(1)) as stream:
         dead.kill()
         fleet.clients.pop("b").close()
         stream.check_to_its_end()
