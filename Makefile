@@ -10,8 +10,13 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d
 demo: install
 	$(BIN)/headrace demo
 
+# Tests that compute and share nothing by name run in two processes, file by file; those that start servers, kill parts or
+# look at the clock run after them, one by one. Alone: `.venv/bin/python -m pytest tests/unit/core/test_block.py -k chain`.
+COMPUTING := tests/unit tests/sim tests/conformance tests/fuzz tests/architecture
+
 test: install lint
-	$(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(COMPUTING) -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests $(COMPUTING:%=--ignore=%)
 
 # Each parser that reads from outside, for so many seconds each; `make test` runs a few fixed examples of the same.
 fuzz: install
