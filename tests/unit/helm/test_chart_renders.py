@@ -42,7 +42,7 @@ from rendered_chart import (
 
 from headrace.config import settings_table
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
-from headrace.index.connection_factory import connection_factory
+from headrace.index.connection_factory import ClusterFactory, connection_factory
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE, MESSAGE_BYTES_VARIABLE
 from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMENT, serve_app
 
@@ -277,6 +277,10 @@ def test_a_redis_cluster_is_named_in_the_url_as_the_index_reads_it():
     (container,) = ray_pods(rendered("cluster"))["decode"]["spec"]["containers"]
     (url,) = (v["value"] for v in container["env"] if v["name"] == "HEADRACE_REDIS_URL")
     assert url == "redis+cluster://:$(HEADRACE_REDIS_PASSWORD)@cluster.example:6379/0"
+    factory = connection_factory(url.replace("$(HEADRACE_REDIS_PASSWORD)", "abc"), timeout_ms=250)
+    assert isinstance(factory, ClusterFactory)
+    assert factory.seeds == (("cluster.example", 6379),)
+    assert factory.options["password"] == "abc"
     secure = render(merged(REDIS_CLUSTER, {"redis": {"external": {"tls": True}}}))
     (container,) = ray_pods(secure)["decode"]["spec"]["containers"]
     (url,) = (v["value"] for v in container["env"] if v["name"] == "HEADRACE_REDIS_URL")
