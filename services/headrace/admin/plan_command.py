@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -98,7 +98,7 @@ def plan(*, asked: TraceOptions, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(asdict(found))
         return
-    _show(found, model, targets, concurrencies=concurrencies)
+    _show(found, model, targets, concurrencies=cast(Sequence[int], concurrencies))
 
 
 def _model(given: dict[str, Any]) -> ModelShape:

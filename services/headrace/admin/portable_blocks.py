@@ -118,10 +118,10 @@ def chains_of(chosen: Sequence[BlockEntry], everything: Sequence[BlockEntry]) ->
     for wanted in chosen:
         for held in by_holder.values():
             chain: list[BlockEntry] = []
-            block = held.get((wanted.namespace, wanted.block_hash))
-            while block is not None:
-                chain.insert(0, block)
-                block = held.get((block.namespace, block.parent_hash))
+            found = held.get((wanted.namespace, wanted.block_hash))
+            while found is not None:
+                chain.insert(0, found)
+                found = held.get((found.namespace, found.parent_hash))
             if chain and chain[0].position == 0:
                 for end in range(1, len(chain) + 1):
                     chains.setdefault((wanted.namespace, chain[end - 1].block_hash), chain[:end])

@@ -22,7 +22,7 @@ HASH_LENGTHS = (16, 32)  # bytes: xxh3-128, SHA-256
 UINT32_MAX, UINT64_MAX = (1 << 32) - 1, (1 << 64) - 1  # what the messages can carry
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
     """`30s`, `10m`, `2h`, `1d`, or plain seconds; becomes seconds."""
 
     name = "duration"
@@ -40,7 +40,7 @@ class Duration(click.ParamType):
         return seconds
 
 
-class Words(click.ParamType):
+class Words(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
     """Text that is not empty: an option given as "" (an unset variable of a script) must not mean "any"."""
 
     name = "text"
@@ -53,7 +53,7 @@ class Words(click.ParamType):
         return text
 
 
-class TokenIds(click.ParamType):
+class TokenIds(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
     """`1,2,3`; becomes a tuple of ids."""
 
     name = "ids"
@@ -71,7 +71,7 @@ class TokenIds(click.ParamType):
         return ids
 
 
-class BlockHashText(click.ParamType):
+class BlockHashText(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
     """A block hash in hex, whole, as `cache ls` prints it."""
 
     name = "hash"
@@ -87,7 +87,7 @@ class BlockHashText(click.ParamType):
         return parsed
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
     """`500MiB`, `2GiB`, `1GB`, or plain bytes; becomes bytes."""
 
     name = "size"

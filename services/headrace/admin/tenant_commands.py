@@ -201,7 +201,7 @@ def hash_key_command(*, as_json: bool) -> None:
     if sys.stdin.isatty():
         key = str(click.prompt("API key", hide_input=True, err=True)).strip()
     else:  # as bytes: what is no text is no key, and is told as such
-        key = click.get_binary_stream("stdin").readline().decode("ascii", errors="replace").strip()
+        key = sys.stdin.buffer.readline().decode("ascii", errors="replace").strip()
     if not is_usable_key(key):
         raise InvalidRequest(
             f"an API key is at least {API_KEY_CHARS_MIN} signs of printable ASCII without spaces; `headrace tenants"

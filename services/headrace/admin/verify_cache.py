@@ -158,8 +158,8 @@ class _Asked:
 
     def hand_off(self, prefill: WorkerStatus) -> Check:
         """The answer to the prompt when a prefill worker computes it meanwhile; one that is late is done without."""
-        names = {"decode_worker": self.worker.worker_id, "prefill_worker": prefill.worker_id}
-        result = self._ask(CacheOptions(**names))
+        pair = CacheOptions(decode_worker=self.worker.worker_id, prefill_worker=prefill.worker_id)
+        result = self._ask(pair)
         handed = self._full_tokens if result.prefill_worker == prefill.worker_id else 0
         return self._check("hand_off", prefill.store_node, result, handed)
 

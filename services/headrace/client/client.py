@@ -110,8 +110,8 @@ class HeadraceClient:
         self._target = target_of(address, **access)
         with messages.refusing_unencodable():
             self._channel = open_blocking_channel(address, tls=self._target.tls, options=CHANNEL_OPTIONS)
-        self._inference = InferenceStub(self._channel)
-        self._admin = CacheAdminStub(self._channel)
+        self._inference = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._admin = CacheAdminStub(self._channel)  # type: ignore[no-untyped-call]
 
     def stream(
         self,

@@ -149,7 +149,7 @@ def _named(event: Any) -> tuple[str, dict[str, Any]]:
     if name in _FIELD_CHECKS:
         for field, is_right in _FIELD_CHECKS[name].items():
             _require(field in fields and is_right(fields[field]))
-    return name, fields
+    return str(name), fields
 
 
 def _is_hash(value: Any) -> bool:

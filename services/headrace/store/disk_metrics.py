@@ -1,5 +1,8 @@
 """A disk tier's counters as metrics: what moved between arena and disk, and what left the disk and why."""
 
+from collections.abc import Callable
+from typing import Any
+
 from headrace.core.block import Tier
 from headrace.store.disk_counters import DiskCounters
 from headrace.telemetry.metrics import EvictionReason, Metrics, TransferDirection
@@ -12,7 +15,7 @@ class DiskMetrics:
     def __init__(self, counters: DiskCounters, metrics: Metrics) -> None:
         self._counters = counters
         transfer, evicted = metrics.kv_transfer_bytes, metrics.evicted_blocks
-        self._series = [
+        self._series: list[tuple[Any, Callable[[], int]]] = [
             (transfer.labels(TransferDirection.LOAD, Tier.DISK, "file"), lambda: counters.promoted_bytes),
             (transfer.labels(TransferDirection.PUBLISH, Tier.DISK, "file"), lambda: counters.demoted_bytes),
             (evicted.labels(EvictionReason.ADMIN, Tier.DISK), lambda: counters.evicted_by_operator),

@@ -50,7 +50,7 @@ class CodedPool:
             coded.copy_(staging, non_blocking=True)
         self._coder.decode(coded, self._kv.block(block_id))
         self._kv.finish_copies()
-        return xxhash.xxh3_64_intdigest(staging_bytes)
+        return xxhash.xxh3_64_intdigest(staging_bytes.data)
 
     def read_block(self, block_id: int, out: memoryview) -> int:
         """As PagedKV.read_block. Raises BlockCorrupt when the block holds a number that is not finite."""
@@ -62,7 +62,7 @@ class CodedPool:
             staging.copy_(coded, non_blocking=True)
             self._kv.finish_copies()
         np.copyto(np.frombuffer(out, dtype=np.uint8), staging_bytes)
-        return xxhash.xxh3_64_intdigest(staging_bytes)
+        return xxhash.xxh3_64_intdigest(staging_bytes.data)
 
     def _own_buffers(self) -> tuple[torch.Tensor, np.ndarray[Any, Any], torch.Tensor]:
         """This thread's bytes of one block: as tensor and array in memory, and as tensor where the pool lies."""

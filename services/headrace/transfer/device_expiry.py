@@ -21,8 +21,9 @@ from headrace.core.limits import (
     TTL_S_MIN,
 )
 from headrace.core.members import WorkerRecord
-from headrace.engine.block_pool import BlockPool, Selection
+from headrace.engine.block_pool import BlockPool
 from headrace.engine.list_device import pool_selection
+from headrace.engine.pool_values import Selection
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from headrace.core.errors import BlockCorrupt, CacheFault
 from headrace.core.generation import HandOff
 from headrace.core.limits import LEASE_WAIT_MS_MAX
 from headrace.core.ports import BlockSource, PrefixPool, StoreNodes
+from headrace.core.transfer_budget import TransferBudget
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, load_prefix, release_lease
 from headrace.transfer.run_in_thread import finish
 
@@ -50,6 +51,9 @@ async def follow_prefill(
     sources, faults, spent_s = loaded.sources, loaded.faults, 0.0
     patience_s, block_tokens = hand_off.patience_ms / 1000, layout.block_tokens
     budget = plan.budget
+    assert budget is None or isinstance(budget, TransferBudget), (
+        "a prefill is followed block by block, from the first on"
+    )
     if budget is not None:
         budget = replace(budget, first_token=block_tokens * (plan.first_block + len(sources)))
     while (at := plan.first_block + len(sources)) < plan.end_block:

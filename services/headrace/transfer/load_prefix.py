@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headrace.blocks.block_codec import verify_header
 from headrace.blocks.two_parts import block_word
@@ -28,10 +29,21 @@ from headrace.core.limits import (
 from headrace.core.overtake_limits import OVERTAKE_LOOK_MS, OVERTAKE_WATCH_MS
 from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
 from headrace.core.retention import KEEP, Retention
-from headrace.core.transfer_budget import TransferBudget
 from headrace.transfer.run_in_thread import finish, run_in_thread, until_done
 from headrace.transfer.split_run import Holder, Piece, SplitRun
 from headrace.transfer.timed_nodes import Way
+
+
+class LoadBudget(Protocol):
+    """When computing the rest is the better way than loading it: a TransferBudget, or one of another measure."""
+
+    def left_s(self, *, seconds: float, loaded_tokens: int) -> float:
+        """As TransferBudget.left_s."""
+        ...
+
+    def is_over(self, *, seconds: float, loaded_tokens: int, arrived_tokens: int) -> bool:
+        """As TransferBudget.is_over."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,7 @@ class LoadPlan:
     sources: frozenset[CacheSource]
     hint_nodes: tuple[str, ...] = ()  # node ids believed to hold the prefix, best first
     retention: Retention = KEEP  # what this use of the blocks asks for
-    budget: TransferBudget | None = None  # when to compute the rest instead; None: never sooner than time ends
+    budget: LoadBudget | None = None  # when to compute the rest instead; None: never sooner than time ends
     wait_s: float = 0.0  # how long each node is to wait for its first block while that is not there; costs no budget
     whole_from: int = 0  # of blocks before this one the wide part only, where payloads have two
 
@@ -173,7 +185,7 @@ async def _deliver(holder: Holder, load: _Load) -> None:
         load.run.leave(holder)
 
 
-async def _keep_budget(budget: TransferBudget, load: _Load, delivering: Sequence["asyncio.Task[None]"]) -> None:
+async def _keep_budget(budget: LoadBudget, load: _Load, delivering: Sequence["asyncio.Task[None]"]) -> None:
     """End the load at what is verified as soon as computing the rest is the better way.
 
     Of the time between two looks no more counts than the looks were to be apart, and OVERTAKE_WATCH_MS: when they come
@@ -241,8 +253,9 @@ async def _copy_leased(lease: Lease, piece: Piece, load: _Load) -> None:
                 await _copy_arriving(payloads, copier, piece)
     finally:
         await copier.finish()  # what was received before a fault or a cancellation is good
-    if copier.doubt is not None or doubt is not None:
-        raise copier.doubt or doubt
+    doubt = copier.doubt or doubt
+    if doubt is not None:
+        raise doubt
 
 
 def _verified_headers(lease: Lease, piece: Piece, load: _Load) -> tuple[list[BlockHeader], BlockCorrupt | None]:

@@ -40,10 +40,10 @@ from headrace.core.members import LearnedCosts, MeasuredLink, WorkerRecord, Work
 from headrace.core.overtake_limits import OVERTAKE_ROUND_TRIP_MIN_MS
 from headrace.core.ports import Membership, PrefixPool, StoreNodes
 from headrace.core.transfer_budget import TransferBudget
-from headrace.engine.block_pool import Short
 from headrace.engine.engine import Admission, Engine
 from headrace.engine.event_stream import FilledBlock
 from headrace.engine.list_device import list_device
+from headrace.engine.pool_values import Short
 from headrace.transfer.device_expiry import DeviceExpiry
 from headrace.transfer.early_blocks import EarlyBlocks
 from headrace.transfer.follow_prefill import await_first_block
@@ -382,7 +382,7 @@ class Worker:
             return []
         first = taken.first_whole
         whole_at, fresh_at = first - taken.first_block, taken.num_shared - taken.first_block
-        held = taken.block_ids[whole_at:fresh_at]
+        reused = taken.block_ids[whole_at:fresh_at]
         pool.unref_all(taken.block_ids[:whole_at] + taken.block_ids[fresh_at:])
         return [
             FilledBlock(
@@ -394,7 +394,7 @@ class Worker:
                 namespace=prompt.namespace,
                 narrowed_from=prompt.narrowed_from,
             )
-            for position, block_id in enumerate(held, start=first)
+            for position, block_id in enumerate(reused, start=first)
         ]
 
     async def load_back(
@@ -408,7 +408,7 @@ class Worker:
         saved = range(blocks.stop) if whole_window else blocks
         budget = self._budget(request, saved, plan.hint_nodes)
         plan = replace(plan, budget=window_budget(budget, blocks, saved, request.prompt.block_tokens))
-        loaded = await self._here(load_prefix)(request.prompt, block_ids, plan=plan, deadline=deadline)
+        loaded: LoadedPrefix = await self._here(load_prefix)(request.prompt, block_ids, plan=plan, deadline=deadline)
         for fault in loaded.faults:
             self.report_fault(fault)
         return loaded.num_blocks
