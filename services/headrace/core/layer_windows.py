@@ -36,6 +36,11 @@ class LayerWindows:
         """The widest window; None where no layer has one."""
         return max((window for window in self.tokens if window is not None), default=None)
 
+    def near_window(self, block_tokens: int) -> KeyWindow:
+        """What those layers read; everything where there are none."""
+        near = [window for window in self.tokens if window is not None] if self.near_layers else [None]
+        return model_window(near, block_tokens=block_tokens)
+
     def keys_read(self, keys: float) -> float:
         """Layer-tokens that the last of so many positions reads: the sum of min(keys, w) over the layers."""
         return sum(keys if window is None else min(keys, window) for window in self.tokens)
@@ -94,9 +99,9 @@ class LayerWindows:
         num_blocks = -(-tokens // block_tokens)
         if not self.near_layers:
             return sequences * self.held(tokens, block_tokens=block_tokens)
-        (wide_layers, _), (near_layers, near) = self._parts(block_tokens)
-        num_near = near_parts(sequences * num_blocks, sequences, near)
-        return (wide_layers * sequences * num_blocks + near_layers * num_near) * block_tokens
+        num_near = near_parts(sequences * num_blocks, sequences, self.near_window(block_tokens))
+        wide_layers = self.num_layers - self.near_layers
+        return (wide_layers * sequences * num_blocks + self.near_layers * num_near) * block_tokens
 
     def fitting_sequences(self, room: float, tokens: int, *, block_tokens: int) -> int:
         """The most sequences of so many tokens each whose `pool` is within `room` layer-tokens."""
@@ -119,9 +124,8 @@ class LayerWindows:
         if not self.near_layers:
             yield self.num_layers, model_window(self.tokens, block_tokens=block_tokens)
             return
-        near = [window for window in self.tokens if window is not None]
-        yield self.num_layers - len(near), KeyWindow(None, block_tokens)
-        yield len(near), model_window(near, block_tokens=block_tokens)
+        yield self.num_layers - self.near_layers, KeyWindow(None, block_tokens)
+        yield self.near_layers, self.near_window(block_tokens)
 
 
 def _most(room: float, needed: Callable[[int], int]) -> int:

@@ -6,14 +6,12 @@ Owns which layer is in which of the two, and how tables of blocks become tables 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from headrace.blocks.two_parts import TwoPartPool
-from headrace.config import EngineSettings
 from headrace.core.block import KvLayout
-from headrace.core.key_window import KeyWindow, model_window, near_parts
+from headrace.core.layer_windows import LayerWindows
 from headrace.core.part_ids import PartIds
 from headrace.engine.paged_kv import PagedKV
 
@@ -40,7 +38,7 @@ class LayeredKV:
         self.near = PagedKV(layout.near, self.num_near + 1, device=device)
         self.device, self.dtype = self.wide.device, self.wide.dtype
         self.windows = dict(windows)
-        self.near_window = _near_window(windows, layout.block_tokens)
+        self.near_window = LayerWindows(tuple(windows.values())).near_window(layout.block_tokens)
         self._whole = TwoPartPool(layout, self.wide, self.near, num_wide=num_blocks)
         # Layer of the model to its place in its part.
         self.place_of: dict[int, int] = {}
@@ -111,22 +109,3 @@ def make_kv(
     if not layout.near_layers:
         return PagedKV(layout, num_blocks, device=device)
     return LayeredKV(layout, num_blocks, windows=windows, num_near=num_near, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class NearRoom:
-    """What a worker's pool has for near parts."""
-
-    window: KeyWindow
-    num_parts: int
-
-
-def near_room(windows: Mapping[int, int | None], layout: KvLayout, engine: EngineSettings) -> NearRoom:
-    """As many near parts as a whole batch can need at once (`near_parts`)."""
-    num_blocks = engine.pool_tokens // engine.block_tokens
-    window = _near_window(windows, layout.block_tokens)
-    return NearRoom(window, near_parts(num_blocks, engine.batch_sequences_max, window))
-
-
-def _near_window(windows: Mapping[int, int | None], block_tokens: int) -> KeyWindow:
-    return model_window([window for window in windows.values() if window is not None], block_tokens=block_tokens)

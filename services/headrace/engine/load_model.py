@@ -6,7 +6,7 @@ This file owns the order of loading and what each refusal says. It knows nothing
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from headrace.blocks.kv_codecs import TORCH_DTYPES
 from headrace.config import DEFAULT_MODEL, POOL_CODECS, EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm, KvLayout, Namespace
 from headrace.core.errors import ConfigInvalid, ModelRefused
-from headrace.core.key_window import EVERYTHING, KeyWindow, model_window
+from headrace.core.key_window import EVERYTHING, KeyWindow, model_window, near_parts
 from headrace.core.layer_windows import LayerWindows
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.check_model import local_directory
@@ -31,7 +31,7 @@ from headrace.engine.collapse_pages import collapse_pages
 from headrace.engine.compare_forward import compare_forward
 from headrace.engine.convert_gguf import model_cache_dir, prepare_default_model
 from headrace.engine.fused_layer import fuse_layers
-from headrace.engine.layered_kv import LayeredKV, PoolKV, make_kv, near_room
+from headrace.engine.layered_kv import LayeredKV, PoolKV, make_kv
 from headrace.engine.load_weights import load_weights
 from headrace.engine.model_digests import (
     position_digest,
@@ -118,8 +118,8 @@ def load_model(
     windows = LayerWindows(tuple(shapes.windows[layer] for layer in sorted(shapes.windows)))
     layout = replace(one_part, near_layers=windows.near_layers)
     window = model_window(shapes.windows.values(), block_tokens=engine.block_tokens)
-    near = near_room(shapes.windows, layout, engine) if layout.near_layers else None
-    if (windowed := windows_line(shapes.windows.values(), window, context_tokens_max, near)) is not None:
+    near_window = windows.near_window(engine.block_tokens)
+    if (windowed := windows_line(windows.tokens, window, context_tokens_max, near_window)) is not None:
         report(f"{name}: {windowed}")
     if model.device.type == "cpu":
         _rearrange_weights(model)
@@ -137,7 +137,7 @@ def load_model(
     exact = numerics.exact and engine.store_codec == "raw"
     if lossy_codec(engine) is not None:
         report(f"{name}: {codec_line(settings, engine, path)}")
-    kv = _make_pool(layout, engine, windows=shapes.windows, num_near=near.num_parts if near else 0, device=model.device)
+    kv = _make_pool(layout, engine, windows=windows, device=model.device)
     runner = ModelRunner(
         model, kv, row_multiple=numerics.row_multiple, threads=threads, small_threads_max=numerics.small_threads_max
     )
@@ -175,14 +175,12 @@ def _rearrange_weights(model: PreTrainedModel) -> None:
         collapse_pages()
 
 
-def _make_pool(
-    layout: KvLayout, engine: EngineSettings, *, windows: Mapping[int, int | None], num_near: int, device: torch.device
-) -> PoolKV:
+def _make_pool(layout: KvLayout, engine: EngineSettings, *, windows: LayerWindows, device: torch.device) -> PoolKV:
     """The pool's tensors. Raises ConfigInvalid where there is no memory for them."""
+    num_blocks, by_layer = engine.pool_tokens // engine.block_tokens, dict(enumerate(windows.tokens))
+    num_near = near_parts(num_blocks, engine.batch_sequences_max, windows.near_window(engine.block_tokens))
     try:
-        return make_kv(
-            layout, engine.pool_tokens // engine.block_tokens, windows=windows, num_near=num_near, device=device
-        )
+        return make_kv(layout, num_blocks, windows=by_layer, num_near=num_near, device=device)
     except (RuntimeError, MemoryError) as error:
         wanted_mb = engine.pool_tokens * layout.token_bytes >> 20
         raise ConfigInvalid("pool_tokens", f"a pool of {wanted_mb} MiB cannot be had ({error}); choose less") from error

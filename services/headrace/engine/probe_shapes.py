@@ -9,9 +9,8 @@ from collections.abc import Collection
 import torch
 from transformers import PreTrainedModel
 
-from headrace.core.key_window import KeyWindow
+from headrace.core.key_window import EVERYTHING, KeyWindow
 from headrace.engine.attention import ShapeProbe, attending
-from headrace.engine.layered_kv import NearRoom
 
 
 @torch.inference_mode()
@@ -25,20 +24,20 @@ def probe_shapes(model: PreTrainedModel) -> ShapeProbe:
 
 
 def windows_line(
-    windows: Collection[int | None], window: KeyWindow, context_tokens_max: int, near: NearRoom | None = None
+    windows: Collection[int | None], window: KeyWindow, context_tokens_max: int, near_window: KeyWindow = EVERYTHING
 ) -> str | None:
     """What a model's windows mean for its cache, for people; None when no layer has one, or none that ends.
 
-    near: the room for near parts, where KV is in blocks of two.
+    near_window: what the layers read whose KV is in near parts, where blocks have some.
     """
     narrow = [layer for layer in windows if layer is not None and layer < context_tokens_max]
     if not narrow:
         return None
-    if near is not None:
-        held = near.window.held_blocks(-(-context_tokens_max // near.window.block_tokens))
+    if near_window.bounded:
+        held = near_window.held_blocks(-(-context_tokens_max // near_window.block_tokens))
         return (
             f"{len(narrow)} of {len(windows)} layers see the last {max(narrow):,} tokens only, the others see all: of "
-            f"these {len(narrow)} a sequence holds KV of at most {held * near.window.block_tokens:,} tokens, "
+            f"these {len(narrow)} a sequence holds KV of at most {held * near_window.block_tokens:,} tokens, "
             "however long it is, and a hit loads the last window; the store keeps all blocks, since other prompts may "
             "part anywhere"
         )

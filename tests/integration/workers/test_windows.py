@@ -161,8 +161,8 @@ async def test_prefill_and_decode_apart_hand_over_the_window_only(store_node, ma
 
 
 async def test_sequences_that_gave_their_blocks_up_read_one_window_back(store_node, make_worker, mistral_dir, prompts):
-    """Five sequences that grow past their window, to ten blocks each, with 32 for all. Fails if a block comes back wrong
-    or is leaked, if more than a window is moved for one, or if all of it is computed again."""
+    """Five sequences that grow past their window, to ten blocks each, with 32 for all. Fails if a block comes back
+    wrong or is leaked, if more than a window is moved for one, or if all of it is computed again."""
     steps = PricedSteps(price=1_000)  # nothing is read back so slowly that computing it would be sooner
     model, _ = load(mistral_dir, pool_blocks=60)
     worker = await make_worker("worker", model=model, steps=steps)
