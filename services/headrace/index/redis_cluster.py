@@ -11,8 +11,8 @@ The layout (`redis_keys`) puts what one script touches into one slot, so all tha
 - Only primaries are asked. A replica knows less, and an index that has forgotten what it said is worse than one that is
   away.
 
-Not redis-py's RedisCluster: it retries by itself, past the deadline of a call, and a node of it that has no connection
-left raises where we wait.
+Not redis-py's RedisCluster: it sends again by itself what failed, asks for all slots in the midst of a call, and raises
+where its connections are all in use and we wait.
 """
 
 import asyncio

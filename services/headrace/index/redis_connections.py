@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
 
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
@@ -158,6 +158,8 @@ class RedisConnections:
         self._check_loop()
         try:
             yield RedisCall(self._servers, AnswerTime(self._timeout_ms))
+        except MovedError as error:
+            raise IndexUnavailable("Redis is one server of a cluster; name it by redis+cluster://") from error
         except RedisError as error:
             raise IndexUnavailable(f"Redis refuses: {error}") from error
 
