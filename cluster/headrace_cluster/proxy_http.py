@@ -1,5 +1,6 @@
-"""What Serve's HTTP proxies lack: bounds on what a stranger's connection may cost (`bounded_http.py`), certificates
-that are renewed (`proxy_tls.py`), and a second gateway for a request whose first one died before it answered.
+"""What Serve's HTTP proxies lack: bounds on what a stranger's connection may cost (`bounded_http.py`; in gRPC, how
+many calls it may have at once), certificates that are renewed (`proxy_tls.py`), and a second gateway for a request
+whose first one died before it answered.
 
 Serve ends such a request with a bare 500, although nothing of an answer was passed on and another gateway, or the one
 that takes the dead one's place, would serve it. Runs inside the proxies, by way of the environment variable
@@ -14,7 +15,7 @@ from typing import Any
 from starlette.middleware import Middleware
 
 from headrace.core.errors import WorkerUnavailable
-from headrace.core.front_door_limits import HTTP_KEPT_BYTES_MAX
+from headrace.core.front_door_limits import GRPC_CALLS_OF_CONNECTION_MAX, HTTP_KEPT_BYTES_MAX
 from headrace.core.limits import REQUEST_BODY_BYTES_MAX
 from headrace.wire.openai_reply import render_error
 from headrace.wire.status import http_headers, status_of
@@ -39,6 +40,7 @@ def middlewares() -> list[Middleware]:
     say which protocol that speaks."""
     # Here and not above: whoever starts a system needs this file's names, and neither Ray nor a server.
     import uvicorn.config
+    from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
     from ray.util.metrics import Counter
 
     from headrace_cluster.bounded_http import BoundedHttp
@@ -56,6 +58,7 @@ def middlewares() -> list[Middleware]:
         tag_keys=("reason",),
     )
     set_up_tls(lambda reason: refused.inc(tags={"reason": reason}))
+    DEFAULT_GRPC_SERVER_OPTIONS.append(("grpc.max_concurrent_streams", GRPC_CALLS_OF_CONNECTION_MAX))
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__qualname__}"
     return [Middleware(TryAgainWhenDied)]
 

@@ -1,5 +1,5 @@
 """Registers our gRPC services in Serve's proxies: a client that leaves ends the work it asked for, and request bytes
-that do not decode are refused as such (`wire/refuse_undecodable.py`).
+that do not decode, or do not come, are refused as such (`wire/refuse_undecodable.py`, `wire/await_message.py`).
 
 Runs inside Serve's proxy processes, by way of `grpc_servicer_functions`. Serve 2.60 passes a client's leaving on to the
 replica only when it comes while the proxy waits for the replica's next message. When it comes while the proxy waits for
@@ -26,6 +26,7 @@ from ray.serve.exceptions import RequestCancelledError
 from headrace.core.errors import DeadlineExceeded
 from headrace.core.front_door_limits import UNREAD_TIMEOUT_MS
 from headrace.gateway.write_message import write_message
+from headrace.wire.await_message import awaiting
 from headrace.wire.refuse_undecodable import refuse_undecodable, refusing
 from headrace.wire.status import message_of, status_of
 from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
@@ -36,6 +37,11 @@ from headrace_cluster.proxy_tls import check_opened_here
 
 Handler = Callable[[Any, Any], Any]
 HandlerFactory = Callable[..., Handler]
+
+OF_ONE_MESSAGE = {
+    gRPCStreamingType.STREAM_UNARY: gRPCStreamingType.UNARY_UNARY,
+    gRPCStreamingType.STREAM_STREAM: gRPCStreamingType.UNARY_STREAM,
+}
 
 # How Serve spells INTERNAL and a replica's death in a call's end.
 INTERNAL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL.value[0])
@@ -88,17 +94,23 @@ class _Registration:
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
         """Register them in both of the ways that generated code does."""
-        ours = {name: refuse_undecodable(handler) for name, handler in handlers.items()}
+        # As calls of streams of messages: of others gRPC waits for the message without end (`wire/await_message.py`).
+        ours = {
+            name: refuse_undecodable(handler)._replace(request_streaming=True) for name, handler in handlers.items()
+        }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, ours),))
         self._server.add_registered_method_handlers(service, ours)
 
 
 def _guarded(factory: HandlerFactory, presence: Presence) -> HandlerFactory:
     def make(service_method: str, streaming_type: gRPCStreamingType) -> Handler:
-        handler = unavailable_when_died(factory(service_method=service_method, streaming_type=streaming_type))
-        if streaming_type is gRPCStreamingType.UNARY_STREAM:
+        # What handles a call of one message is Serve's; how its message is waited for is not.
+        of_one = OF_ONE_MESSAGE.get(streaming_type, streaming_type)
+        handler = unavailable_when_died(factory(service_method=service_method, streaming_type=of_one))
+        if of_one is gRPCStreamingType.UNARY_STREAM:
             handler = write_stream(naming_caller(handler, presence))
-        return refusing(handler)
+        handler = refusing(handler)
+        return handler if of_one is streaming_type else awaiting(handler)
 
     return make
 

@@ -44,6 +44,7 @@ class AttackedSystem:
     url: str
     impatient_url: str
     grpc_port: int
+    impatient_grpc_port: int
     grpc_channel: grpc.aio.Channel
     store_channel: grpc.aio.Channel
     gateway: TinyGateway
@@ -131,6 +132,10 @@ async def attacked_system(model_path: str, directory: Path):
         stack.push_async_callback(channels.close)
         server, port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
         stack.push_async_callback(server.stop, 0)
+        impatient, impatient_port = await serve_grpc(
+            gateway.service, address="127.0.0.1:0", channel_to=channels.to, message_timeout_ms=50
+        )
+        stack.push_async_callback(impatient.stop, 0)
         app = build_http_app(gateway.service)
         urls = []
         for bounds in ({}, {"head_timeout_ms": 50, "body_timeout_ms": 50, "unread_timeout_ms": 50}):
@@ -140,6 +145,7 @@ async def attacked_system(model_path: str, directory: Path):
             url=urls[0],
             impatient_url=urls[1],
             grpc_port=port,
+            impatient_grpc_port=impatient_port,
             grpc_channel=await stack.enter_async_context(_channel(f"127.0.0.1:{port}")),
             store_channel=await stack.enter_async_context(_channel(store.record.address)),
             gateway=gateway,

@@ -13,7 +13,7 @@ from attacks import attack, code_of, complete, ended, generate, metadata, post, 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.core.front_door_limits import HEALTH_WATCHES_MAX, HTTP_HEAD_BYTES_MAX
-from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
+from headrace.core.limits import GATEWAY_INFLIGHT_MAX, GRPC_MESSAGE_BYTES_MAX
 from headrace.wire.v1 import admin_pb2, inference_pb2
 
 BODY = json.dumps({"model": "tiny", "prompt": PROMPT, "max_tokens": 2}).encode()
@@ -123,6 +123,18 @@ async def compressed_message(system: AttackedSystem) -> str:
 async def much_metadata(system: AttackedSystem) -> str:
     flood = tuple((f"x-{number}", "v" * 1_000) for number in range(1_000))
     return await code_of(system.admin.Stat(admin_pb2.StatRequest(), metadata=(*metadata(system, OPERATOR), *flood)))
+
+
+@attack("gRPC calls whose message does not come, by the thousand", answer="DEADLINE_EXCEEDED", counted="")
+async def no_messages(system: AttackedSystem) -> str:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{system.impatient_grpc_port}") as channel:
+        call = channel.stream_stream("/headrace.v1.Inference/Generate")
+        await asyncio.gather(*(code_of(call().read()) for _ in range(2 * 2 * GATEWAY_INFLIGHT_MAX)))
+        served = await code_of(
+            channel.unary_unary("/headrace.v1.Inference/ListModels")(b"", metadata=metadata(system, VICTIM))
+        )
+        assert served == "OK", f"{served} for others"
+        return await code_of(call().read())
 
 
 @attack("a store node's call to a gateway", answer="UNIMPLEMENTED", counted="")

@@ -18,6 +18,14 @@ HTTP_HEAD_TIMEOUT_MS = 10_000
 # From the headers to the end of the body: REQUEST_BODY_BYTES_MAX at 0.6 Mbit/s, and a refused one is drained meanwhile.
 HTTP_BODY_TIMEOUT_MS = 60_000
 
+# From the head of a gRPC call to the end of its one message, which clients send at once: GRPC_MESSAGE_BYTES_MAX at 5
+# Mbit/s. Until then a call takes one of the places that a server has.
+GRPC_MESSAGE_TIMEOUT_MS = 30_000
+
+# Calls of one connection at once; a client of gRPC keeps the next one back until one of them has ended. A thousand
+# callers behind one proxy have room, and one stranger takes 20 MB at most with calls that say nothing.
+GRPC_CALLS_OF_CONNECTION_MAX = 1_024
+
 # A client that takes nothing for so long while something waits for it is gone or means harm: its connection is closed
 # and its work ends. 60 s are more than any network needs to come back without losing its connections.
 UNREAD_TIMEOUT_MS = 60_000

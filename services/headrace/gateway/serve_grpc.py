@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.core.errors import DeadlineExceeded
-from headrace.core.front_door_limits import UNREAD_TIMEOUT_MS
+from headrace.core.front_door_limits import GRPC_MESSAGE_TIMEOUT_MS, UNREAD_TIMEOUT_MS
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX
 from headrace.gateway.admin_grpc import CacheAdminRpc
 from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
@@ -17,6 +17,7 @@ from headrace.gateway.service import GatewayService
 from headrace.gateway.write_message import write_message
 from headrace.transfer.channels import bind_server, build_server
 from headrace.transfer.tls_files import Tls
+from headrace.wire.await_message import MessagesAwaited
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
@@ -27,9 +28,12 @@ async def serve_grpc(
     channel_to: Callable[[str], grpc.aio.Channel],
     tls: Tls | None = None,
     unread_timeout_ms: int = UNREAD_TIMEOUT_MS,
+    message_timeout_ms: int = GRPC_MESSAGE_TIMEOUT_MS,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server for Inference, CacheAdmin, health and reflection; returns it and its port. The caller stops it."""
-    server = build_server(rpcs_max=2 * GATEWAY_INFLIGHT_MAX)  # beyond admission, so that callers are told to wait
+    # Places beyond admission, so that callers are told to wait.
+    awaited = MessagesAwaited(timeout_ms=message_timeout_ms)
+    server = build_server(rpcs_max=2 * GATEWAY_INFLIGHT_MAX, interceptors=(awaited,))
     inference = InferenceRpc(service, refuse=refuse_call)
     admin = CacheAdminRpc(service, channel_to=channel_to, refuse=refuse_call)
     health = HealthRpc(service, refuse=refuse_call)
