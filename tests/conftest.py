@@ -1,4 +1,4 @@
-"""Servers that tests share: one real Valkey process for the whole run."""
+"""Servers that tests share: one real Valkey process for the whole run, and one cluster."""
 
 import signal
 import socket
@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, settings
+from restricted_redis import empty
+from valkey_cluster import ValkeyCluster
 
 from headrace.index.embedded_valkey import EmbeddedValkey
 
@@ -43,3 +45,18 @@ def empty_valkey_url(valkey_url: str) -> str:
         connection.sendall(b"FLUSHALL\r\n")
         assert connection.recv(16) == b"+OK\r\n"
     return valkey_url
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster() -> Iterator[ValkeyCluster]:
+    """The run's one cluster of three primaries. Do not stop, pause or kill any, nor move slots: start a ValkeyCluster
+    of your own for that."""
+    with ValkeyCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def empty_cluster_url(valkey_cluster: ValkeyCluster) -> str:
+    """URL of the run's cluster, emptied for this test."""
+    empty(valkey_cluster.url)
+    return valkey_cluster.url

@@ -1,14 +1,13 @@
 """All implementations of the index ports, behind one face."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
 from patient_redis import patient_index, patient_membership
-from restricted_redis import empty, refused, restricted
+from restricted_redis import refused, restricted
 from settled_mirror import SettledMirror
-from valkey_cluster import ValkeyCluster
 
 from headrace.core.ports import BlockIndex, Membership
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
@@ -40,20 +39,6 @@ class IndexUnderTest:
 def implementation(request: pytest.FixtureRequest) -> str:
     """Which of them; a module may add mirrors, which are readers and have no membership of their own."""
     return str(request.param)
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[ValkeyCluster]:
-    """The run's one cluster of three primaries. Do not stop, pause or kill any, nor move slots."""
-    with ValkeyCluster() as made:
-        yield made
-
-
-@pytest.fixture
-def empty_cluster_url(cluster: ValkeyCluster) -> str:
-    """URL of the run's cluster, emptied for this test."""
-    empty(cluster.url)
-    return cluster.url
 
 
 @pytest.fixture(params=["one server", "cluster"])

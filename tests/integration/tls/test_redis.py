@@ -88,25 +88,34 @@ async def test_a_redis_whose_certificate_is_wrong_is_not_talked_to(
             await ping(f"rediss://127.0.0.1:{port}/0{authority}")
 
 
-async def test_every_server_of_a_cluster_is_asked_under_tls_also_those_that_the_url_does_not_name(pki: Pki):
+@asynccontextmanager
+async def tls_in_front_of_each(cluster: ValkeyCluster, shown: CertificatePaths) -> AsyncIterator[list[int]]:
+    """The ports of such listeners, by which the servers know each other meanwhile."""
+    async with AsyncExitStack() as fronts:
+        urls = [f"redis://127.0.0.1:{node.port}" for node in cluster.primaries]
+        ports = [await fronts.enter_async_context(tls_in_front(url, shown, None)) for url in urls]
+        await asyncio.to_thread(cluster.announce, ports)
+        try:
+            yield ports
+        finally:
+            await asyncio.to_thread(cluster.announce, [node.port for node in cluster.primaries])
+
+
+async def test_every_server_of_a_cluster_is_asked_under_tls_also_those_that_the_url_does_not_name(
+    pki: Pki, valkey_cluster: ValkeyCluster
+):
     """Fails when a connection to a server that another one told of is in plain text, or to whoever answers there."""
-    with ValkeyCluster() as cluster:
-        async with AsyncExitStack() as fronts:
-            ports = [
-                await fronts.enter_async_context(tls_in_front(f"redis://127.0.0.1:{node.port}", pki.good, None))
-                for node in cluster.primaries
-            ]
-            await asyncio.to_thread(cluster.announce, ports)
-            url = f"rediss+cluster://127.0.0.1:{ports[0]}?ssl_ca_certs="
-            index = patient_index(f"{url}{pki.good.ca_file}")
-            for number in range(16):  # shards on all servers, and members
-                namespace = NamespaceId(f"{number:032x}")
-                await index.register(
-                    holder=HolderId("n"), incarnation=1, tier=Tier.HOST, namespace=namespace, blocks=[BLOCK]
-                )
-                assert await index.longest_prefix(namespace, (BLOCK,)) == NO_MATCH
-            await index.close()
-            index = patient_index(f"{url}{pki.stranger.ca_file}")
-            with pytest.raises(IndexUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-                await index.longest_prefix(NamespaceId("0" * 32), (BLOCK,))
-            await index.close()
+    async with tls_in_front_of_each(valkey_cluster, pki.good) as ports:
+        url = f"rediss+cluster://127.0.0.1:{ports[0]}?ssl_ca_certs="
+        index = patient_index(f"{url}{pki.good.ca_file}")
+        for number in range(16):  # shards on all servers, and members
+            namespace = NamespaceId(f"{number:032x}")
+            await index.register(
+                holder=HolderId("n"), incarnation=1, tier=Tier.HOST, namespace=namespace, blocks=[BLOCK]
+            )
+            assert await index.longest_prefix(namespace, (BLOCK,)) == NO_MATCH
+        await index.close()
+        index = patient_index(f"{url}{pki.stranger.ca_file}")
+        with pytest.raises(IndexUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            await index.longest_prefix(NamespaceId("0" * 32), (BLOCK,))
+        await index.close()

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 
 import grpc.aio
 from restricted_redis import refused, restricted
-from valkey_cluster import ValkeyCluster
 
 from headrace.gateway.examine_system import examine_system
 from headrace.gateway.fleet import Fleet
@@ -32,20 +31,19 @@ async def ills(system: ComposedSystem) -> set[tuple[str, str]]:
     return {(each.check, each.detail) for each in findings if not each.ok}
 
 
-async def test_a_system_finds_its_parts_and_its_blocks_in_a_cluster(tiny_models, tmp_path):
+async def test_a_system_finds_its_parts_and_its_blocks_in_a_cluster(tiny_models, empty_cluster_url, tmp_path):
     """Fails when a part asks a server for what another one has: then nobody is listed, or nothing is found."""
-    with ValkeyCluster() as cluster:
-        async with composed_system(tiny_models, restricted(cluster.url), tmp_path) as system:
-            assert (await system.complete(PROMPT)).status_code == 200
-            await system.published()
-            async with asyncio.timeout(60):
-                while True:
-                    asked = await system.complete(PROMPT)
-                    if asked.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 80:
-                        break
-                    await asyncio.sleep(0.05)
-            async with asyncio.timeout(60):
-                while found := await ills(system):
-                    assert {check for check, _ in found} == {"index entries"}, found  # on their way there
-                    await asyncio.sleep(0.1)
-        assert refused(cluster.url) == "*0"
+    async with composed_system(tiny_models, restricted(empty_cluster_url), tmp_path) as system:
+        assert (await system.complete(PROMPT)).status_code == 200
+        await system.published()
+        async with asyncio.timeout(60):
+            while True:
+                asked = await system.complete(PROMPT)
+                if asked.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 80:
+                    break
+                await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while found := await ills(system):
+                assert {check for check, _ in found} == {"index entries"}, found  # on their way there
+                await asyncio.sleep(0.1)
+    assert refused(empty_cluster_url) == "*0"
