@@ -9,7 +9,8 @@ one window, lists the pages that each sequence reads, and tells the position tha
 - Pages that no mask lists are not read. Of a sequence's last page the kernel also reads the slots behind its end, with
   a weight of 0; since 0 x NaN is NaN, those are zeroed in the pool first, whatever the block held before.
 - Without a compiler torch multiplies with every key that it is given. So there the group's pages are copied together
-  first. That is how a CPU shows what comes out; it is slower than `attention.py`.
+  first, and what is not finite in one sequence reaches the others of its group. That is how a CPU shows what comes out;
+  it is slower than `attention.py`.
 - A sink is one more logit in the softmax of a head: what comes without it, times sigmoid(log of the sum - sink).
 
 It knows nothing of models, of who owns a block, or of when this attention is chosen.
@@ -204,7 +205,7 @@ def _mask(
     *,
     sequences: int,
     num_rows: int,
-    pages: "np.ndarray[Any, Any] | None",
+    pages: np.ndarray[Any, Any] | None,
 ) -> BlockMask:
     """Which pages each sequence reads, tile by tile of its rows, and what a row sees of them. pages: of which there
     are, in ascending order; None for all of the pool."""
@@ -242,7 +243,7 @@ def _mask(
     )
 
 
-def _pages(context: StepContext, span: SequenceSpan, window: int | None) -> "np.ndarray[Any, Any]":
+def _pages(context: StepContext, span: SequenceSpan, window: int | None) -> np.ndarray[Any, Any]:
     """Ids of the blocks that a sequence's rows read in layers of this window, in order of position."""
     block_tokens = context.kv.layout.block_tokens
     first_page = first_visible(span.start, window) // block_tokens
