@@ -22,7 +22,15 @@ from headrace.core.clock import Deadline
 from headrace.core.errors import BlockMissing, CacheFault, LeaseExpired, StoreUnavailable
 from headrace.core.generation import EvictSelector
 from headrace.core.limits import STORE_CALL_TIMEOUT_MS
-from headrace.core.ports import BlockSink, BlockSource, Lease, Reservation, ReserveOutcome
+from headrace.core.ports import (
+    PLAIN_LEASE,
+    BlockSink,
+    BlockSource,
+    Lease,
+    LeaseTerms,
+    Reservation,
+    ReserveOutcome,
+)
 from headrace.core.retention import KEEP, Retention
 from headrace.store.recover_arena import recover_arena
 from headrace.store.store_node import StoreNode
@@ -101,19 +109,17 @@ class DirectStore:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
         asked_s = self.node.clock.now_s()
-        if wait_s and first_block < len(chain):
+        if terms.wait_s and first_block < len(chain):
             await self._travel()
             node = self.node.live()
             if node.lookup(namespace, chain[: first_block + 1]) <= first_block:
-                await node.waiters.wait(namespace, chain[first_block], timeout_s=wait_s)
+                await node.waiters.wait(namespace, chain[first_block], timeout_s=terms.wait_s)
         run = await self._call(
             lambda node: node.lease(
-                namespace, chain, first_block=first_block, retention=retention, whole_from=whole_from
+                namespace, chain, first_block=first_block, retention=terms.retention, whole_from=terms.whole_from
             )
         )
         self._lease_ends_s[run.lease_id] = asked_s + run.expires_in_ms / 1000
@@ -123,7 +129,7 @@ class DirectStore:
             headers=tuple(block.header for block in run.blocks),
             slots=tuple(block.slot for block in run.blocks),
             expires_in_ms=run.expires_in_ms,
-            num_wide=min(len(run.blocks), max(0, whole_from - first_block)),
+            num_wide=min(len(run.blocks), max(0, terms.whole_from - first_block)),
             ends=tuple((block_hash, in_ms / 1000) for block_hash, in_ms in run.ends_ms),
         )
 

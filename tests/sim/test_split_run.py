@@ -117,9 +117,7 @@ class FastSource:
         self._digest = payload_digest(payload)
         self.sent = 0
 
-    async def lease_prefix(
-        self, namespace, chain, *, first_block, deadline, retention=None, wait_s=0.0, whole_from=0
-    ) -> Lease:
+    async def lease_prefix(self, namespace, chain, *, first_block, deadline, terms=None) -> Lease:
         headers = tuple(self._header(index) for index in range(first_block, len(chain)))
         return Lease("lease", 1, headers, tuple(range(len(headers))), 1_000)
 

@@ -99,6 +99,18 @@ class Lease:
     ends: tuple[tuple[BlockHash, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """What a reader asks for with a lease, beyond the blocks."""
+
+    retention: Retention = KEEP  # the leased blocks are kept by the longest of their own retention and this one
+    wait_s: float = 0.0  # so long the answer waits for the first block where it is not there, if the node lets it
+    whole_from: int = 0  # of blocks before this one the wide part only is read, where payloads have two
+
+
+PLAIN_LEASE = LeaseTerms()
+
+
 class BlockSource(Protocol):
     """Read side of one store node. A bad payload is delivered as it is: the reader checks it against its header."""
 
@@ -109,15 +121,10 @@ class BlockSource(Protocol):
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
-        """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip.
-
-        wait_s: how long the answer waits for block `first_block` when it is not there, if the node lets callers wait.
-        whole_from: of blocks before this one the wide part only is read, where payloads have two.
-        The leased blocks are kept by the longest of their own retention and this one."""
+        """Lease blocks `first_block..` of the chain, as far as the node holds them without a gap. One round trip, and
+        the wait that `terms` ask for."""
         ...
 
     async def held_blocks(self, namespace: NamespaceId, chain: Chain, *, deadline: Deadline) -> int:

@@ -26,10 +26,12 @@ from headrace.core.generation import (
 )
 from headrace.core.members import PrefixMatch, WorkerRecord
 from headrace.core.ports import (
+    PLAIN_LEASE,
     BlockIndex,
     BlockSink,
     BlockSource,
     Lease,
+    LeaseTerms,
     Reservation,
     ReserveOutcome,
     StoreNodes,
@@ -106,19 +108,11 @@ class MeteredBlockSource:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         return await self._source.lease_prefix(
-            namespace,
-            chain,
-            first_block=first_block,
-            deadline=deadline,
-            retention=retention,
-            wait_s=wait_s,
-            whole_from=whole_from,
+            namespace, chain, first_block=first_block, deadline=deadline, terms=terms
         )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

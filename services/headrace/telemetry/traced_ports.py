@@ -24,11 +24,13 @@ from headrace.core.generation import (
 )
 from headrace.core.members import PrefixMatch, WorkerRecord
 from headrace.core.ports import (
+    PLAIN_LEASE,
     AlreadyStored,
     BlockIndex,
     BlockSink,
     BlockSource,
     Lease,
+    LeaseTerms,
     Reservation,
     ReserveOutcome,
     StoreNodes,
@@ -221,21 +223,13 @@ class TracedBlockSource:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         named = self._named | {"headrace.first_block": first_block, "headrace.wanted_blocks": len(chain) - first_block}
         with self._tracing.span("headrace.lease", kind=SpanKind.CLIENT, attributes=named) as span:
             lease = await self._source.lease_prefix(
-                namespace,
-                chain,
-                first_block=first_block,
-                deadline=deadline,
-                retention=retention,
-                wait_s=wait_s,
-                whole_from=whole_from,
+                namespace, chain, first_block=first_block, deadline=deadline, terms=terms
             )
             span.set({"headrace.blocks": len(lease.headers)})
             return lease

@@ -17,7 +17,7 @@ from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import BlockMissing, StoreUnavailable
 from headrace.core.limits import FETCH_CHUNK_BYTES
 from headrace.core.members import StoreNodeRecord
-from headrace.core.ports import Lease, Reservation, ReserveOutcome
+from headrace.core.ports import PLAIN_LEASE, Lease, LeaseTerms, Reservation, ReserveOutcome
 from headrace.core.retention import KEEP, Retention
 from headrace.telemetry.request_context import outgoing_metadata
 from headrace.transfer.channels import Channels
@@ -111,20 +111,10 @@ class GrpcStore:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
-        return await self._calls.lease(
-            namespace,
-            chain,
-            first_block=first_block,
-            deadline=deadline,
-            retention=retention,
-            wait_s=wait_s,
-            whole_from=whole_from,
-        )
+        return await self._calls.lease(namespace, chain, first_block=first_block, deadline=deadline, terms=terms)
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:
         """As `BlockSource.fetch_blocks`."""

@@ -21,7 +21,7 @@ from headrace.core.clock import Deadline
 from headrace.core.errors import BlockCorrupt, CacheFault
 from headrace.core.generation import HandOff
 from headrace.core.limits import LEASE_WAIT_MS_MAX
-from headrace.core.ports import BlockSource, PrefixPool, StoreNodes
+from headrace.core.ports import BlockSource, LeaseTerms, PrefixPool, StoreNodes
 from headrace.core.transfer_budget import TransferBudget
 from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan, load_prefix, release_lease
 from headrace.transfer.run_in_thread import finish
@@ -114,7 +114,7 @@ async def await_block(
             prompt.chain[: index + 1],
             first_block=index,
             deadline=deadline,
-            wait_s=_patience_s(hand_off, deadline),
+            terms=LeaseTerms(wait_s=_patience_s(hand_off, deadline)),
         )
     await finish(release_lease(source, lease))
     return bool(lease.headers)

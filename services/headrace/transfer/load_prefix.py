@@ -27,7 +27,7 @@ from headrace.core.limits import (
     RELEASE_TIMEOUT_MS,
 )
 from headrace.core.overtake_limits import OVERTAKE_LOOK_MS, OVERTAKE_WATCH_MS
-from headrace.core.ports import BlockSource, Lease, PrefixPool, StoreNodes
+from headrace.core.ports import BlockSource, Lease, LeaseTerms, PrefixPool, StoreNodes
 from headrace.core.retention import KEEP, Retention
 from headrace.transfer.run_in_thread import finish, run_in_thread, until_done
 from headrace.transfer.split_run import Holder, Piece, SplitRun
@@ -58,6 +58,11 @@ class LoadPlan:
     budget: LoadBudget | None = None  # when to compute the rest instead; None: never sooner than time ends
     wait_s: float = 0.0  # how long each node is to wait for its first block while that is not there; costs no budget
     whole_from: int = 0  # of blocks before this one the wide part only, where payloads have two
+
+    @property
+    def lease_terms(self) -> LeaseTerms:
+        """What is asked of each node with the blocks."""
+        return LeaseTerms(self.retention, wait_s=self.wait_s, whole_from=self.whole_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +229,7 @@ async def _load_piece(piece: Piece, load: _Load) -> None:
             load.prompt.chain[: piece.end_block],
             first_block=piece.first_block,
             deadline=load.deadline,
-            retention=load.plan.retention,
-            wait_s=load.plan.wait_s,
-            whole_from=load.plan.whole_from,
+            terms=load.plan.lease_terms,
         )
         load.run.leased(piece, len(lease.headers))
         if lease.headers:

@@ -12,7 +12,7 @@ from headrace.core.block import BlockHeader, Chain, NamespaceId
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import DeadlineExceeded, LeaseExpired, StoreUnavailable
 from headrace.core.members import StoreNodeRecord
-from headrace.core.ports import Lease, Reservation, ReserveOutcome
+from headrace.core.ports import PLAIN_LEASE, Lease, LeaseTerms, Reservation, ReserveOutcome
 from headrace.core.retention import KEEP, Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.store_calls import StoreCalls
@@ -39,21 +39,11 @@ class SharedMemoryStore:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
         """As `BlockSource.lease_prefix`."""
         asked_s = self._clock.now_s()  # before the call: our idea of the end must not be later than the node's
-        lease = await self._calls.lease(
-            namespace,
-            chain,
-            first_block=first_block,
-            deadline=deadline,
-            retention=retention,
-            wait_s=wait_s,
-            whole_from=whole_from,
-        )
+        lease = await self._calls.lease(namespace, chain, first_block=first_block, deadline=deadline, terms=terms)
         self._forget_ended()
         if lease.lease_id:
             self._lease_ends_s[lease.lease_id] = asked_s + lease.expires_in_ms / 1_000

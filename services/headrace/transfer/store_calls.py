@@ -19,7 +19,7 @@ from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, StoreUnavailable
 from headrace.core.limits import CHAIN_BLOCKS_MAX, LEASE_BLOCKS_MAX, STORE_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
-from headrace.core.ports import AlreadyStored, Lease, NotStored
+from headrace.core.ports import AlreadyStored, Lease, LeaseTerms, NotStored
 from headrace.core.retention import Retention
 from headrace.telemetry.request_context import outgoing_metadata
 from headrace.transfer.channels import Channels
@@ -61,9 +61,7 @@ class StoreCalls:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms,
     ) -> Lease:
         """One round trip, and the wait. Raises StoreUnavailable, BlockCorrupt (a header that does not parse)."""
         sent = chain[: min(CHAIN_BLOCKS_MAX, first_block + LEASE_BLOCKS_MAX)]
@@ -75,14 +73,14 @@ class StoreCalls:
             chain=b"".join(sent),
             hash_bytes=len(sent[0]),
             first_block=first_block,
-            ttl_s=retention.ttl_s or 0.0,
-            not_on_disk=not retention.on_disk,
+            ttl_s=terms.retention.ttl_s or 0.0,
+            not_on_disk=not terms.retention.on_disk,
             claim_name=name,
-            wait_ms=int(max(0.0, min(wait_s, deadline.left_s())) * 1_000),
-            whole_from=whole_from,
+            wait_ms=int(max(0.0, min(terms.wait_s, deadline.left_s())) * 1_000),
+            whole_from=terms.whole_from,
         )
         with self._lost_on_failure(name):
-            reply = await self._call(self._stub.Lease, request, deadline, wait_s=wait_s)
+            reply = await self._call(self._stub.Lease, request, deadline, wait_s=terms.wait_s)
         try:
             headers = decode_headers(block.header for block in reply.blocks)
         except CacheFault:
@@ -94,7 +92,7 @@ class StoreCalls:
             headers=headers,
             slots=tuple(block.slot for block in reply.blocks),
             expires_in_ms=reply.expires_in_ms,
-            num_wide=min(len(headers), max(0, whole_from - first_block)),
+            num_wide=min(len(headers), max(0, terms.whole_from - first_block)),
             ends=tuple((BlockHash(end.block_hash), end.in_ms / 1_000) for end in reply.ends),
         )
 

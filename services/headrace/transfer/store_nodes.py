@@ -15,7 +15,16 @@ from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, IndexUnavailable, StoreUnavailable
 from headrace.core.limits import LOST_CLAIMS_RETRY_MS, MEMBER_REFRESH_MS, NODE_QUARANTINE_MS, RELEASE_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
-from headrace.core.ports import BlockSink, BlockSource, Lease, Membership, Reservation, ReserveOutcome
+from headrace.core.ports import (
+    PLAIN_LEASE,
+    BlockSink,
+    BlockSource,
+    Lease,
+    LeaseTerms,
+    Membership,
+    Reservation,
+    ReserveOutcome,
+)
 from headrace.core.retention import KEEP, Retention
 from headrace.transfer.channels import Channels
 from headrace.transfer.fetch_blocks import GrpcStore
@@ -221,20 +230,12 @@ class _WatchedStore:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
         """As BlockSource.lease_prefix."""
         with self._health.watched():
             return await self._store.lease_prefix(
-                namespace,
-                chain,
-                first_block=first_block,
-                deadline=deadline,
-                retention=retention,
-                wait_s=wait_s,
-                whole_from=whole_from,
+                namespace, chain, first_block=first_block, deadline=deadline, terms=terms
             )
 
     async def fetch_blocks(self, lease: Lease, *, deadline: Deadline) -> AsyncGenerator[memoryview, None]:

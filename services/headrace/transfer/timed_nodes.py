@@ -24,8 +24,7 @@ from headrace.core.overtake_limits import (
     ROUND_TRIPS_KEPT,
     ROUND_TRIPS_KNOWN,
 )
-from headrace.core.ports import BlockSink, BlockSource, Lease, StoreNodes
-from headrace.core.retention import KEEP, Retention
+from headrace.core.ports import PLAIN_LEASE, BlockSink, BlockSource, Lease, LeaseTerms, StoreNodes
 
 Way = tuple[str, CacheSource]  # a store node, and how its blocks come
 TellEnds = Callable[[NamespaceId, Sequence[tuple[BlockHash, float]]], None]  # `Lease.ends` of blocks of a namespace
@@ -158,27 +157,19 @@ class _TimedSource:
         *,
         first_block: int,
         deadline: Deadline,
-        retention: Retention = KEEP,
-        wait_s: float = 0.0,
-        whole_from: int = 0,
+        terms: LeaseTerms = PLAIN_LEASE,
     ) -> Lease:
         """As BlockSource.lease_prefix. One that may wait for a block to be computed says nothing about the way."""
         asked_s = self._clock.now_s()
         try:
             lease = await self._source.lease_prefix(
-                namespace,
-                chain,
-                first_block=first_block,
-                deadline=deadline,
-                retention=retention,
-                wait_s=wait_s,
-                whole_from=whole_from,
+                namespace, chain, first_block=first_block, deadline=deadline, terms=terms
             )
         except asyncio.CancelledError:
-            if not wait_s:
+            if not terms.wait_s:
                 self._times.add_given_up(self._key, self._clock.now_s() - asked_s)
             raise
-        if not wait_s:
+        if not terms.wait_s:
             self._begun[lease.lease_id] = (asked_s, 0)
         if lease.ends:
             self._tell_ends(namespace, lease.ends)

@@ -7,13 +7,19 @@ import pytest
 from store_calls_kit import deadline, publish
 from store_kit import make_prompt
 
-from headrace.core.ports import Lease
+from headrace.core.ports import Lease, LeaseTerms
 from headrace.transfer.fetch_blocks import GrpcStore
 
 
 def lease(store: GrpcStore, prompt, *, first_block: int, wait_s: float) -> "asyncio.Task[Lease]":
     return asyncio.create_task(
-        store.lease_prefix(prompt.namespace, prompt.chain, first_block=first_block, deadline=deadline(), wait_s=wait_s)
+        store.lease_prefix(
+            prompt.namespace,
+            prompt.chain,
+            first_block=first_block,
+            deadline=deadline(),
+            terms=LeaseTerms(wait_s=wait_s),
+        )
     )
 
 
