@@ -30,15 +30,19 @@ async def answers(url: str, *packets: bytes) -> list[str]:
     """Every status that comes for these until the server closes, each of them a packet of its own."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
+    reading = asyncio.create_task(reader.read())
     try:
         for packet in packets:
+            if reading.done():
+                break  # it has answered, and ended its side
             writer.write(packet)
             await writer.drain()
             await asyncio.sleep(0.02)
         async with asyncio.timeout(60):
-            lines = (await reader.read()).split(b"\r\n")
+            lines = (await reading).split(b"\r\n")
         return [line.split()[1].decode() for line in lines if line.startswith(b"HTTP/1.1 ")]
     finally:
+        reading.cancel()
         writer.transport.abort()
 
 

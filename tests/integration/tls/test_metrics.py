@@ -19,11 +19,13 @@ from headrace.transfer.https_context import metrics_context
 
 
 @contextmanager
-def served(paths: CertificatePaths | None, **options: int) -> Iterator[MetricsServer]:
+def served(paths: CertificatePaths | None, *, scrape_ms: int = 60_000) -> Iterator[MetricsServer]:
     network = NetworkSettings()
     if paths is not None:
         network = NetworkSettings(tls_cert_file=paths.cert_file, tls_key_file=paths.key_file, tls_ca_file=paths.ca_file)
-    server = start_metrics_server(Metrics().registry, "127.0.0.1", context=metrics_context(network), **options)
+    server = start_metrics_server(
+        Metrics().registry, "127.0.0.1", context=metrics_context(network), scrape_ms=scrape_ms
+    )
     try:
         yield server
     finally:
