@@ -142,7 +142,7 @@ class ClusterServers:
 
     async def close(self) -> None:
         """As RedisServer."""
-        for server in self._address_to_server.values():
+        for server in list(self._address_to_server.values()):
             await server.close()
 
     def _server_of(self, slot: int) -> RedisServer:
