@@ -41,6 +41,8 @@ QUESTIONS = {
 
 # Behind a stream's end the last blocks are still being registered, and records of members are refreshed every 2 s.
 SETTLE_S = 5.0
+# A worker computes what takes longer to come, as over a connection that is only being made: then it is asked again.
+ATTEMPTS, ATTEMPT_EVERY_S = 5, 1.0
 # A replaced worker loads the model anew; a store node checks what its arena holds.
 RECOVERY_TIMEOUT_S = 180.0
 POLL_S = 0.25
@@ -169,14 +171,20 @@ class _Paths:
         return self._row(path, cache, sources=cache.sources)
 
     def _row(self, path: str, cache: CacheOptions, *, sources: frozenset[CacheSource]) -> DemoRow:
-        """Ask by the path, then the same question cold, where the first answer was given. From these sources and no
+        """Ask by the path, then the same question cold, where the last answer was given. From these sources and no
         others must have come what was cached."""
-        result = self._ask(path, cache)
+        answers: list[GenerateResult] = []
+        as_meant = False
+        while not as_meant and len(answers) < ATTEMPTS:
+            time.sleep(ATTEMPT_EVERY_S if answers else 0.0)
+            answers.append(self._ask(path, cache))
+            cached = {each: count for each, count in answers[-1].usage.cached.by_source().items() if count}
+            as_meant = cached.keys() <= sources and sum(cached.values()) >= self._reusable
+        result = answers[-1]
         cold = self._ask(path, CacheOptions(sources=COLD.sources, publish=False, decode_worker=result.decode_worker))
-        equal = (result.token_ids, result.text) == (cold.token_ids, cold.text)
-        cached = {each: count for each, count in result.usage.cached.by_source().items() if count}
-        as_meant = cached.keys() <= sources and sum(cached.values()) >= self._reusable
-        row = DemoRow(path, self._cast.title(path, result), result, equal_to_cold=equal, as_meant=as_meant)
+        equal = all((each.token_ids, each.text) == (cold.token_ids, cold.text) for each in answers)
+        title, attempts = self._cast.title(path, result), len(answers)
+        row = DemoRow(path, title, result, equal_to_cold=equal, as_meant=as_meant, attempts=attempts)
         self._report(
             f"{row.title}: {result.usage.prompt_tokens:,} prompt tokens, cached "
             f"{cached_by_source(result.usage.cached)}, first token {result.ttft_ms:,.0f} ms, "

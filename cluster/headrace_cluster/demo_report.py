@@ -24,6 +24,7 @@ class DemoRow:
     result: GenerateResult
     equal_to_cold: bool
     as_meant: bool
+    attempts: int  # how often it was asked until it was as meant: all are compared with cold, the last is shown
 
     def as_json(self) -> dict[str, Any]:
         """The row for scripts."""
@@ -35,6 +36,7 @@ class DemoRow:
             "ttft_ms": round(self.result.ttft_ms, 2),
             "equal_to_cold": self.equal_to_cold,
             "as_meant": self.as_meant,
+            "attempts": self.attempts,
         }
 
 
