@@ -54,9 +54,9 @@ def test_a_pool_has_a_codec_or_its_store_and_never_both():
 
 def test_flex_attention_is_refused_where_bits_are_promised_or_a_pool_holds_codes():
     """Fails if exact mode could run on kernels whose bits depend on the batch."""
-    with pytest.raises(ConfigInvalid, match="attention_backend.*exact"):
+    with pytest.raises(ConfigInvalid, match=r"attention_backend.*exact"):
         load_config({"attention_backend": "flex"}, environ={})
-    with pytest.raises(ConfigInvalid, match="attention_backend.*pool_codec"):
+    with pytest.raises(ConfigInvalid, match=r"attention_backend.*pool_codec"):
         load_config({"attention_backend": "flex", "exact": False, "pool_codec": "int8"}, environ={})
     with pytest.raises(ConfigInvalid, match="auto, gather, flex"):
         load_config({"attention_backend": "sdpa"}, environ={})
