@@ -88,13 +88,14 @@ authority's private key. */}}
           ln -sfn "$made" "$1.link" && mv -T "$1.link" "$1"
       }
       [ -e ray/key.pem ] || renew ray {{ int $tls.rayDays }} || exit 1
-      renew parts {{ int $tls.days }} || [ -e parts/key.pem ] || exit 1
+      # Also when the container starts again: a set that is there does not say when the next one is due.
       while true; do
-        sleep {{ mul (int $tls.days) 28800 }} & wait $!
         until renew parts {{ int $tls.days }}; do
+          [ -e parts/key.pem ] || exit 1
           echo "no new certificate; the one that there is stays until it expires, and another is tried in 10 minutes" >&2
           sleep 600 & wait $!
         done
+        sleep {{ mul (int $tls.days) 28800 }} & wait $!
       done
   # The containers after it start when both sets are there.
   startupProbe:

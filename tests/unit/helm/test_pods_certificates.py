@@ -78,11 +78,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 @contextmanager
 def made_by(container: dict[str, Any], folder: Path) -> Iterator[Maker]:
-    """The container's command, started as it stands."""
-    (folder / "bin").mkdir()
-    (folder / "bin" / "sleep").write_text(SLEEP)
-    (folder / "bin" / "sleep").chmod(0o755)
-    os.mkfifo(folder / "wake")
+    """The container's command, started as it stands; again in the same folder when the container starts again."""
+    if not (folder / "bin").exists():
+        (folder / "bin").mkdir()
+        (folder / "bin" / "sleep").write_text(SLEEP)
+        (folder / "bin" / "sleep").chmod(0o755)
+        os.mkfifo(folder / "wake")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [word.replace("/etc/headrace", str(folder)) for word in container["command"]],
@@ -197,6 +198,30 @@ async def test_a_running_part_shows_the_renewed_certificate_and_a_failed_renewal
         # As the first process of a container it must take the signal itself, or the pod waits for its whole grace.
         maker.process.send_signal(signal.SIGTERM)
         assert maker.process.wait(PATIENCE_S) == 0
+
+
+def test_a_container_that_starts_again_while_no_certificate_can_be_made_tries_every_10_minutes_and_says_so(
+    manifests: list[Manifest], tmp_path: Path
+):
+    """Fails when it takes the set that is there for a new one: that expires while the container sleeps for a third of
+    its days, though the secret was put right long ago."""
+    make_authority(tmp_path)
+    container, made = maker_of(manifests), tmp_path / "tls" / "parts" / "cert.pem"
+    with made_by(container, tmp_path) as maker:
+        maker.wait_for_sleep(1)
+    first = made.read_bytes()
+    key = tmp_path / "authority" / "ca.key"
+    key.rename(tmp_path / "aside")
+    with made_by(container, tmp_path) as maker:
+        maker.wait_for_sleep(2)
+        maker.wake()
+        assert maker.sleeps() == [10 * 86_400, 600, 600]
+        assert (tmp_path / "log").read_text().count("the one that there is stays") == 2
+        assert made.read_bytes() == first
+        (tmp_path / "aside").rename(key)
+        maker.wake()
+        assert maker.sleeps()[-1] == 10 * 86_400
+        assert made.read_bytes() != first
 
 
 def shown_at(port: int, files: TlsFiles) -> bytes | None:
