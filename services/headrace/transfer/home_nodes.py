@@ -9,7 +9,7 @@ remembered.
 from collections import OrderedDict
 from dataclasses import replace
 
-from headrace.core.block import BlockHash, CacheSource, HashedPrompt
+from headrace.core.block import BlockHash, CacheSource
 from headrace.core.clock import Deadline
 from headrace.core.generation import GenerateRequest
 from headrace.core.ports import StoreNodes
@@ -28,15 +28,21 @@ class HomeNodes:
         # The last block of a prefix to the node that has it. No more of them are in use than the pool has blocks.
         self._homes: OrderedDict[BlockHash, str] = OrderedDict()
 
-    def find(self, prompt: HashedPrompt, loaded: LoadedPrefix, *, num_device: int, hint_nodes: tuple[str, ...]) -> str:
+    def find(
+        self, request: GenerateRequest, loaded: LoadedPrefix, *, num_device: int, hint_nodes: tuple[str, ...]
+    ) -> str:
         """The node that has the prefix of a prompt, where this worker's own is not known to: the pool had `num_device`
-        blocks of it, and the rest was loaded just now. "": nobody, or its own."""
+        blocks of it, and the rest was loaded just now. "": nobody, or its own. What was known of a prefix that the own
+        node has, or is about to be given from its beginning, is forgotten."""
         if not self._window.bounded:
             return ""
-        node_id, end = "", num_device + loaded.num_blocks
+        prompt, node_id, end = request.prompt, "", num_device + loaded.num_blocks
         if loaded.sources[-1:] == (CacheSource.GRPC,):
             node_id = next((each for each in hint_nodes if self._nodes.sink_at(each) is not None), "")
-        elif not loaded.sources:
+        elif loaded.sources or (num_device == 0 and request.cache.publish):
+            for block_hash in prompt.chain:
+                self._homes.pop(block_hash, None)
+        else:
             known = (self._homes.get(block_hash, "") for block_hash in reversed(prompt.chain[:num_device]))
             node_id = next((each for each in known if each and self._nodes.sink_at(each) is not None), "")
         if node_id:

@@ -300,9 +300,7 @@ class Worker:
                     sink_is_local=self.nodes.sink_node_id() == self.nodes.local_node_id(),
                     load_s=self.clock.now_s() - admitted_s,
                     since_s=self.clock.now_s(),
-                    home_node=self.home_nodes.find(
-                        request.prompt, loaded, num_device=num_device, hint_nodes=hint_nodes
-                    ),
+                    home_node=self.home_nodes.find(request, loaded, num_device=num_device, hint_nodes=hint_nodes),
                 )
                 if request.cache.publish:
                     self.engine.mark_loaded(admission, held.num_blocks)

@@ -292,6 +292,33 @@ async def test_what_is_computed_behind_such_a_window_later_is_stored_there_too(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
+async def test_a_prefix_that_was_lost_and_computed_again_is_at_home_in_the_node_that_got_it(
+    family, store_node, other_node, make_worker, membership, gemma_dir, mistral_dir, prompts
+):
+    """It had come from a node that has lost it since, and is alive. Fails if what stands on it is offered there still,
+    and so kept nowhere."""
+    path = gemma_dir if family == "gemma3" else mistral_dir
+    first = await make_worker("first", **loaded(path))
+    moved = await make_worker("moved", near=False, **loaded(path))
+    for worker in (first, moved):
+        await worker.worker._node_table.refresh()
+    conversation = prompts(3 * WINDOW, salt=61)
+    await first.decode(conversation)
+    await first.published()
+    await moved.decode(conversation, hint_nodes=("node-1",))
+    everything = EvictSelector(namespace=moved.request(conversation, cache=None).prompt.namespace)
+    store_node.node.evict(everything, dry_run=False)
+    moved.worker.evict_device(everything, dry_run=False)
+    for turn in range(2):
+        await moved.decode(conversation)
+        await moved.published()
+        prompt = moved.request(conversation, cache=None).prompt
+        assert other_node.node.lookup(prompt.namespace, prompt.chain) == len(prompt.chain)
+        conversation = [*conversation, *prompts(3 * B, salt=62 + turn)]
+    assert not moved.faults
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
 async def test_a_prefill_behind_a_window_of_its_own_pool_is_stored_whole_where_the_store_lacks_what_is_before(
     family, store_node, other_node, make_worker, membership, gemma_dir, mistral_dir, prompts
 ):
