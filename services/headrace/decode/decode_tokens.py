@@ -49,7 +49,9 @@ async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[Deco
             deadline=deadline,
             hand_off=call.hand_off,
         ) as held:
-            backup = StoredRun(worker, held, request, hint_nodes=call.hint_nodes, deadline=deadline)
+            backup = StoredRun(
+                worker, held, request, hint_nodes=call.hint_nodes, deadline=deadline, node_id=held.home_node
+            )
             published = _BackgroundPublication(worker, held, request, backup)
             work: MeasuredWork | None = None
             run = worker.engine.run(

@@ -29,13 +29,16 @@ class StoredRun:
         *,
         hint_nodes: tuple[str, ...],
         deadline: Deadline,
+        node_id: str = "",
     ) -> None:
-        """hint_nodes: those that the prefix was looked for at."""
+        """hint_nodes: those that the prefix was looked for at. node_id: the one that the run's blocks are offered to;
+        "": the worker's sink."""
         self._worker = worker
         self._request = request
         self._deadline = deadline
-        self._sink = worker.nodes.sink_node_id()
-        self._hint_nodes = tuple(dict.fromkeys(node for node in (self._sink, *hint_nodes) if node))
+        self._node_id = node_id
+        first_asked = (node_id, worker.nodes.sink_node_id())
+        self._hint_nodes = tuple(dict.fromkeys(node for node in (*first_asked, *hint_nodes) if node))
         loaded = (source is not CacheSource.DEVICE for source in held.sources)
         self._num_loaded = held.num_blocks if all(loaded) else 0  # what only this pool is known to have is not stored
         self._publications: list[tuple[int, Publication]] = []  # each with the position of the first block it is given
@@ -78,7 +81,7 @@ class StoredRun:
     def save(self, blocks: Sequence[FilledBlock]) -> None:
         """As PrefixBackup.save: what was dropped because the publisher had no room is offered once more."""
         fresh = [block for block in blocks if block.position >= self.num_kept()]
-        publication = Publication(self._request.cache.retention)
+        publication = Publication(self._request.cache.retention, node_id=self._node_id)
         if fresh:
             self.publishes(publication, first_block=fresh[0].position)
         for block in blocks[: len(blocks) - len(fresh)]:

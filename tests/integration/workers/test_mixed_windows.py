@@ -9,6 +9,7 @@ import pytest
 
 from headrace.config import EngineSettings, ModelSettings, StoreSettings
 from headrace.core.block import HashAlgorithm
+from headrace.core.clock import Deadline
 from headrace.core.generation import CachedTokens, EvictSelector
 from headrace.core.key_window import KeyWindow
 from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
@@ -17,8 +18,9 @@ from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.index.memory_index import MemoryIndex
 from headrace.store.service import StoreNodeService
+from headrace.transfer.stored_run import StoredRun
 
-from .conftest import CLOCK, meet
+from .conftest import CLOCK, EVERYTHING, meet
 from .priced_steps import PricedSteps
 from .test_windows import PROMPT_MAX, WINDOW, WINDOW_BLOCKS, B, make_model, mistral_dir, plain_greedy
 
@@ -288,6 +290,59 @@ async def test_what_is_computed_behind_such_a_window_later_is_stored_there_too(
     again = await first.decode([*conversation, 5])
     assert again.cached.total == len(conversation)
     assert again.same_answer_as(await first.cold([*conversation, 5]))
+    assert not moved.faults
+
+
+async def test_a_sequence_that_gives_way_behind_a_prefix_of_another_host_is_read_back_from_there(
+    store_node, other_node, make_worker, membership, mistral_dir, prompts
+):
+    """Five sequences that grow past their window, to ten blocks each, with 32 for all. Fails if they are looked for in
+    their own host's node only, and so computed from their first tokens."""
+    first = await make_worker("first", **loaded(mistral_dir))
+    moved = await make_worker("moved", near=False, **loaded(mistral_dir))
+    for worker in (first, moved):
+        await worker.worker._node_table.refresh()
+    asked = [prompts(4 * B + number + 1, salt=70 + number) for number in range(5)]
+    for conversation in asked:
+        await first.decode(conversation)
+        await first.published()
+        await moved.decode(conversation, hint_nodes=("node-1",))
+    cold = [await moved.cold(conversation, max_tokens=56) for conversation in asked]
+    engine, steps = moved.worker.engine, moved.worker.engine.steps._clock
+    taken = engine.pool.take(engine.pool.num_blocks - 32).block_ids
+    try:
+        replies = await meet(moved, steps, [moved.decode(conversation, max_tokens=56) for conversation in asked])
+    finally:
+        engine.pool.unref_all(taken)
+    assert all(reply.same_answer_as(want) for reply, want in zip(replies, cold, strict=True))
+    assert engine.steps.preemption.num_preemptions > 0
+    assert engine.steps.preemption.num_reloads > 0
+
+
+async def test_what_a_sequence_gives_up_behind_such_a_window_is_saved_in_the_node_that_has_it(
+    store_node, other_node, make_worker, membership, mistral_dir, prompts
+):
+    """Fails if blocks for which the publisher had no room are offered to a node that has not got their parents."""
+    first = await make_worker("first", **loaded(mistral_dir))
+    moved = await make_worker("moved", near=False, **loaded(mistral_dir))
+    for worker in (first, moved):
+        await worker.worker._node_table.refresh()
+    conversation, blocks = prompts(3 * WINDOW, salt=81), 3 * WINDOW_BLOCKS
+    longer = [*conversation, *prompts(4 * B, salt=82)]
+    await first.decode(conversation)
+    await first.published()
+    await moved.decode(longer, hint_nodes=("node-1",))
+    await moved.published()
+    request = moved.request(longer, EVERYTHING)
+    store_node.node.evict(EvictSelector(block_hashes=(request.prompt.chain[blocks],)), dry_run=False)
+    assert store_node.node.lookup(request.prompt.namespace, request.prompt.chain) == blocks
+    how = {"hint_nodes": (), "deadline": Deadline.after(60, CLOCK)}
+    holding = moved.worker.hold_prefix(request, num_blocks=blocks + 4, reusable_blocks=blocks + 4, **how)
+    async with holding as held:
+        backup = StoredRun(moved.worker, held, request, node_id=held.home_node, **how)
+        backup.save(moved.worker.take_reused(held, request))
+        await moved.published()
+    assert store_node.node.lookup(request.prompt.namespace, request.prompt.chain) == blocks + 4
     assert not moved.faults
 
 
