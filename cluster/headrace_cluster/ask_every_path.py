@@ -8,6 +8,7 @@ caller's: whoever gives no way to do it gets the rows that need none.
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,6 +46,8 @@ SETTLE_S = 5.0
 ATTEMPTS, ATTEMPT_EVERY_S = 5, 1.0
 # A replaced worker loads the model anew; a store node checks what its arena holds.
 RECOVERY_TIMEOUT_S = 180.0
+# Of a cold prompt: what a chat template puts before the first message is the same in all runs, and may fill a block.
+TEMPLATE_SHARE_MAX = 0.02
 POLL_S = 0.25
 
 
@@ -92,7 +95,8 @@ class _Cast:
     def of(cls, decoders: list[WorkerStatus]) -> "_Cast":
         """Raises ConfigInvalid where there is one worker."""
         if len(decoders) < 2:
-            raise ConfigInvalid("decode_workers", f"the demo needs two decode workers; this system has {len(decoders)}")
+            alike = f"the demo needs two decode workers that compute alike; this system has {len(decoders)}"
+            raise ConfigInvalid("decode_workers", alike)
 
         def others(of: WorkerStatus, *, beside: bool) -> list[WorkerStatus]:
             return [w for w in decoders if w is not of and (w.store_node == of.store_node) == beside]
@@ -124,11 +128,17 @@ class _Paths:
         served = client.list_models()[0]
         self.model = served.id
         self._block_tokens = served.block_tokens
-        decoders = self._decoders(client.status())
+        # Machines whose arithmetic differs have namespaces of their own and share nothing: the most that are alike.
+        found = [
+            worker for worker in client.status().workers if worker.role != "prefill" and worker.model == self.model
+        ]
+        namespaces = Counter(worker.namespace for worker in found)
+        self._namespace = max(namespaces, key=lambda each: namespaces[each], default="")
+        decoders = [worker for worker in found if worker.namespace == self._namespace]
         self._cast = _Cast.of(decoders)
         self._decoders_at_first = len(decoders)
         # A beginning that no earlier run has sent: else nothing would be cold on a system that is up already.
-        self._instructions = f"You answer questions about the text that you are given. Session {secrets.token_hex(4)}."
+        self._instructions = f"{secrets.token_hex(4)}. You answer questions about the text that you are given."
         self._reusable = 0  # tokens that each row must find; 0 until the first has left them
 
     def without_kills(self) -> list[DemoRow]:
@@ -172,14 +182,18 @@ class _Paths:
 
     def _row(self, path: str, cache: CacheOptions, *, sources: frozenset[CacheSource]) -> DemoRow:
         """Ask by the path, then the same question cold, where the last answer was given. From these sources and no
-        others must have come what was cached."""
+        others must have come what was cached; without one the question is asked once, since it is cold only once."""
         answers: list[GenerateResult] = []
         as_meant = False
-        while not as_meant and len(answers) < ATTEMPTS:
+        while not as_meant and len(answers) < (ATTEMPTS if sources else 1):
             time.sleep(ATTEMPT_EVERY_S if answers else 0.0)
             answers.append(self._ask(path, cache))
-            cached = {each: count for each, count in answers[-1].usage.cached.by_source().items() if count}
-            as_meant = cached.keys() <= sources and sum(cached.values()) >= self._reusable
+            usage = answers[-1].usage
+            cached = {each: count for each, count in usage.cached.by_source().items() if count}
+            if sources:
+                as_meant = cached.keys() <= sources and sum(cached.values()) >= self._reusable
+            else:
+                as_meant = sum(cached.values()) <= TEMPLATE_SHARE_MAX * usage.prompt_tokens
         result = answers[-1]
         cold = self._ask(path, CacheOptions(sources=COLD.sources, publish=False, decode_worker=result.decode_worker))
         equal = all((each.token_ids, each.text) == (cold.token_ids, cold.text) for each in answers)
@@ -207,7 +221,7 @@ class _Paths:
         return reusable
 
     def _decoders(self, now: SystemStatus) -> list[WorkerStatus]:
-        return [worker for worker in now.workers if worker.role != "prefill" and worker.model == self.model]
+        return [worker for worker in now.workers if worker.role != "prefill" and worker.namespace == self._namespace]
 
     def _beside_first(self, now: SystemStatus) -> list[WorkerStatus]:
         """Other workers that share memory with the store node that `first` filled."""
