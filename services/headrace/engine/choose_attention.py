@@ -86,7 +86,7 @@ def _check_logits(runner: ModelRunner) -> torch.Tensor:
     prompt = tuple((7_919 * (index + 1) + index * index) % vocab_size for index in range(num_tokens))
     table = blocks[: -(-num_tokens // block_tokens)][::-1]
     rows = []
-    for number, (first, last) in enumerate(pairwise(cut for cut in CHECK_CUTS if cut <= num_tokens)):
+    for number, (first, last) in enumerate(pairwise(sorted({min(cut, num_tokens) for cut in CHECK_CUTS}))):
         beside = SequenceStep(prompt[number : number + 1], number, blocks[-1:], 1)
         rows.append(runner.run_step([SequenceStep(prompt[first:last], first, table, 1), beside]))
     return torch.cat(rows)

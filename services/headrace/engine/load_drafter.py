@@ -54,7 +54,7 @@ def _load_draft_model(
     blocks = engine.batch_sequences_max * (sequence_tokens // engine.block_tokens + 1)
     try:
         draft = load_model(
-            replace(model, model=engine.speculation, exact=False),
+            replace(model, model=engine.speculation, exact=False, attention_backend="gather"),
             replace(
                 engine,
                 pool_tokens=blocks * engine.block_tokens,

@@ -24,6 +24,7 @@ from redis.asyncio.connection import AbstractConnection, ConnectionPool, SSLConn
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 from headrace.core.errors import ConfigInvalid
 
@@ -89,6 +90,8 @@ def _check_options(pool: ConnectionPool, options: Mapping[str, Any]) -> None:
         pool.connection_class(**options)
     except TypeError:
         raise _UrlRefused("an option behind its ? is not known") from None
+    except RedisError:  # of TLS
+        raise _UrlRefused("an option behind its ? has no such value") from None
 
 
 def _connection_options() -> dict[str, Any]:

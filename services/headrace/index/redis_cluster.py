@@ -179,7 +179,11 @@ class ClusterServers:
         return Route(self._server_at(address), asking=True, redirections=route.redirections + 1)
 
     def _address_of(self, server: RedisServer) -> Address:
-        return next(address for address, known in self._address_to_server.items() if known is server)
+        for address, known in self._address_to_server.items():
+            if known is server:
+                return address
+        # Another call has heard in the meantime that it is none of them any more.
+        raise IndexUnavailable(f"{server.name} left the cluster")
 
     async def _know_slots(self, time: AnswerTime) -> None:
         """Ask where slots lie, if that is not known or may have changed. Who has an answer does not wait for another's

@@ -159,6 +159,8 @@ async def test_sentinels_that_do_not_know_the_name_are_a_redis_that_is_away(sent
         ("http://host", "cannot be read"),
         ("redis+sentinel://host/cache?foo=1", "option"),
         ("rediss+sentinel://host/cache?ssl_foo=1", "option"),
+        ("rediss+cluster://host?ssl_cert_reqs=what", "no such value"),
+        ("rediss://host?ssl_cert_reqs=what", "no such value"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_with_what_would_do(url: str, named: str):

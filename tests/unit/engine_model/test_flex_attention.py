@@ -31,6 +31,7 @@ from headrace.engine.flex_attention import (
 )
 from headrace.engine.layered_kv import LayeredKV
 from headrace.engine.model_runner import ModelRunner, SequenceStep
+from headrace.engine.paged_kv import PagedKV
 from headrace.engine.probe_shapes import probe_shapes
 from tests.unit.engine_model.test_architectures import (
     BLOCK_TOKENS,
@@ -242,3 +243,11 @@ def test_flex_that_fails_or_computes_something_else_is_refused_at_load(error, wo
     with pytest.raises(ConfigInvalid, match=words):
         choose_attention(runner, settings, EngineSettings(), name="tiny", report=lambda line: None)
     assert runner.attention is attend_gathered
+
+
+def test_flex_is_compared_over_a_pool_of_two_blocks_too():
+    """Fails when a pool that the comparison's prompt does not fit keeps a model from being loaded."""
+    roomy = make_runner(make_model("llama"))
+    runner = ModelRunner(roomy.model, PagedKV(roomy.kv.layout, 2), row_multiple=4, threads=0)
+    settings = ModelSettings(exact=False, attention_backend="flex")
+    assert choose_attention(runner, settings, EngineSettings(), name="tiny", report=lambda line: None)
