@@ -24,9 +24,9 @@ from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve.exceptions import RequestCancelledError
 
 from headrace.core.errors import DeadlineExceeded
-from headrace.core.front_door_limits import UNREAD_TIMEOUT_MS
+from headrace.core.front_door_limits import GRPC_MESSAGE_TIMEOUT_MS, UNREAD_TIMEOUT_MS
 from headrace.gateway.write_message import write_message
-from headrace.wire.await_message import awaiting
+from headrace.wire.await_message import await_message
 from headrace.wire.refuse_undecodable import refuse_undecodable, refusing
 from headrace.wire.status import message_of, status_of
 from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
@@ -38,11 +38,6 @@ from headrace_cluster.proxy_tls import check_opened_here
 Handler = Callable[[Any, Any], Any]
 HandlerFactory = Callable[..., Handler]
 
-OF_ONE_MESSAGE = {
-    gRPCStreamingType.STREAM_UNARY: gRPCStreamingType.UNARY_UNARY,
-    gRPCStreamingType.STREAM_STREAM: gRPCStreamingType.UNARY_STREAM,
-}
-
 # How Serve spells INTERNAL and a replica's death in a call's end.
 INTERNAL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL.value[0])
 GATEWAY_DIED = ActorDiedError.BASE_ERROR_MSG
@@ -50,23 +45,26 @@ GATEWAY_DIED = ActorDiedError.BASE_ERROR_MSG
 
 def add_inference(servicer: Any, server: Any) -> None:
     """headrace.v1.Inference."""
-    _add_guarded(add_InferenceServicer_to_server, servicer, server)
+    add_guarded(add_InferenceServicer_to_server, servicer, server)
 
 
 def add_cache_admin(servicer: Any, server: Any) -> None:
     """headrace.v1.CacheAdmin."""
-    _add_guarded(add_CacheAdminServicer_to_server, servicer, server)
+    add_guarded(add_CacheAdminServicer_to_server, servicer, server)
 
 
 def add_health(servicer: Any, server: Any) -> None:
     """grpc.health.v1.Health, whose Watch is a stream without end."""
-    _add_guarded(add_HealthServicer_to_server, servicer, server)
+    add_guarded(add_HealthServicer_to_server, servicer, server)
 
 
-def _add_guarded(add: Callable[[Any, Any], None], servicer: Any, server: Any) -> None:
+def add_guarded(
+    add: Callable[[Any, Any], None], servicer: Any, server: Any, *, message_timeout_ms: int = GRPC_MESSAGE_TIMEOUT_MS
+) -> None:
     """Register a service while the server's factory of handlers gives ours: streams that can be cancelled, and calls
-    that refuse what could not be decoded."""
+    that refuse what could not be decoded. With the first one, all services of the server wait so long for messages."""
     check_opened_here(server)
+    _await_messages(server, message_timeout_ms)
     logging.getLogger("asyncio").addFilter(is_worth_a_line)
     factory = server.service_handler_factory
     server.service_handler_factory = _guarded(factory, Presence(ray.util.get_node_ip_address()))
@@ -82,6 +80,31 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], RequestCancelledError))
 
 
+def _await_messages(server: Any, timeout_ms: int) -> None:
+    """`await_message` for all that a server of Serve's has: its own service, which is registered before ours, ours, and
+    reflection, which comes last and which no key is asked for either. Serve gives its server no interceptor."""
+    if "add_generic_rpc_handlers" in vars(server):
+        return
+    add = server.add_generic_rpc_handlers
+
+    def add_awaited(handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        add(handlers)
+        await_those_of(handlers)
+
+    def await_those_of(handlers: Sequence[Any]) -> None:
+        # After Serve has put its own behaviours into the same mapping, and as it does.
+        (service,) = handlers
+        service._method_handlers = {
+            name: await_message(handler, timeout_ms=timeout_ms) for name, handler in service._method_handlers.items()
+        }
+
+    for handlers in server.generic_rpc_handlers:
+        await_those_of(handlers)
+    server.add_generic_rpc_handlers = add_awaited
+    # The second way by which generated code registers the same methods; it would come before the first, not awaited.
+    server.add_registered_method_handlers = lambda service, handlers: None
+
+
 class _Registration:
     """Takes a generated `add_..._to_server`'s handlers and gives them to Serve's server with deserializers that do not
     raise. Serve keeps the deserializers and replaces what handles the call by its factory's handlers."""
@@ -93,24 +116,17 @@ class _Registration:
         """Nothing yet: the same handlers come again, by name, with the service's name."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
-        """Register them in both of the ways that generated code does."""
-        # As calls of streams of messages: of others gRPC waits for the message without end (`wire/await_message.py`).
-        ours = {
-            name: refuse_undecodable(handler)._replace(request_streaming=True) for name, handler in handlers.items()
-        }
+        """Register them once."""
+        ours = {name: refuse_undecodable(handler) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, ours),))
-        self._server.add_registered_method_handlers(service, ours)
 
 
 def _guarded(factory: HandlerFactory, presence: Presence) -> HandlerFactory:
     def make(service_method: str, streaming_type: gRPCStreamingType) -> Handler:
-        # What handles a call of one message is Serve's; how its message is waited for is not.
-        of_one = OF_ONE_MESSAGE.get(streaming_type, streaming_type)
-        handler = unavailable_when_died(factory(service_method=service_method, streaming_type=of_one))
-        if of_one is gRPCStreamingType.UNARY_STREAM:
+        handler = unavailable_when_died(factory(service_method=service_method, streaming_type=streaming_type))
+        if streaming_type is gRPCStreamingType.UNARY_STREAM:
             handler = write_stream(naming_caller(handler, presence))
-        handler = refusing(handler)
-        return handler if of_one is streaming_type else awaiting(handler)
+        return refusing(handler)
 
     return make
 

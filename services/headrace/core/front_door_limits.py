@@ -19,11 +19,13 @@ HTTP_HEAD_TIMEOUT_MS = 10_000
 HTTP_BODY_TIMEOUT_MS = 60_000
 
 # From the head of a gRPC call to the end of its one message, which clients send at once: GRPC_MESSAGE_BYTES_MAX at 5
-# Mbit/s. Until then a call takes one of the places that a server has.
+# Mbit/s. Until then a call takes one of the places that a server has. Reflection, the one call of many messages, has as
+# long in all: a tool asks a dozen short questions, and asks anew by another call.
 GRPC_MESSAGE_TIMEOUT_MS = 30_000
 
 # Calls of one connection at once; a client of gRPC keeps the next one back until one of them has ended. A thousand
-# callers behind one proxy have room, and one stranger takes 20 MB at most with calls that say nothing.
+# callers behind one proxy have room, and one connection takes 20 MB at most with calls that say nothing. How many
+# connections there are is not bounded here: gRPC cannot.
 GRPC_CALLS_OF_CONNECTION_MAX = 1_024
 
 # A client that takes nothing for so long while something waits for it is gone or means harm: its connection is closed

@@ -23,11 +23,11 @@ IDS = {"ids": list(range(1, 31))}
 
 
 @asynccontextmanager
-async def served(model_path, *records):
-    """A tiny gateway on a free port: (gateway, channel)."""
+async def served(model_path, *records, **limits):
+    """A tiny gateway on a free port, and what `serve_grpc` is told beside it: (gateway, channel)."""
     async with tiny_gateway(*(records or WORKERS), model_path=model_path) as gateway:
         channels = Channels()
-        server, port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
+        server, port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to, **limits)
         try:
             yield gateway, channels.to(f"127.0.0.1:{port}")
         finally:
@@ -215,6 +215,26 @@ async def test_generic_clients_find_the_services_by_reflection(model_path):
         stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]))
         names = {service.name async for reply in stream for service in reply.list_services_response.service}
         assert {"headrace.v1.Inference", "headrace.v1.CacheAdmin", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "headrace.v1.Inference/ListModels",
+        "headrace.v1.Inference/Generate",
+        "headrace.v1.CacheAdmin/DrainNode",
+        "grpc.health.v1.Health/Watch",
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_a_call_that_says_nothing_ends_whichever_service_it_is_to(model_path, method):
+    """Fails when somebody without a key keeps a place of the server by silence."""
+    async with served(model_path, message_timeout_ms=50) as (_, channel):
+        silent = channel.stream_stream(f"/{method}")()
+        async with asyncio.timeout(60):
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await silent.read()
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class PlainContext:

@@ -1,7 +1,7 @@
-"""Calls of one message that never comes, to a real server."""
+"""Calls whose messages never come, to a real server."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import grpc.aio
@@ -19,12 +19,23 @@ async def each(request: bytes, context):
         yield bytes([byte])
 
 
+async def echo(requests, context):
+    async for request in requests:
+        yield request
+
+
+async def total(requests, context) -> bytes:
+    return b"".join([request async for request in requests])
+
+
 @asynccontextmanager
 async def served(timeout_ms: int):
     server = grpc.aio.server(interceptors=(MessagesAwaited(timeout_ms=timeout_ms),), maximum_concurrent_rpcs=1)
     handlers = {
         "Double": grpc.unary_unary_rpc_method_handler(double),
         "Each": grpc.unary_stream_rpc_method_handler(each),
+        "Echo": grpc.stream_stream_rpc_method_handler(echo),
+        "Total": grpc.stream_unary_rpc_method_handler(total),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -40,6 +51,9 @@ async def test_calls_whose_message_comes_are_answered_as_ever():
     async with served(60_000) as channel:
         assert await channel.unary_unary("/t.T/Double")(b"ab") == b"abab"
         assert [message async for message in channel.unary_stream("/t.T/Each")(b"ab")] == [b"a", b"b"]
+        echoed = channel.stream_stream("/t.T/Echo")(iter([b"a", b"b"]))
+        assert [message async for message in echoed] == [b"a", b"b"]
+        assert await channel.stream_unary("/t.T/Total")(iter([b"a", b"b"])) == b"ab"
 
 
 async def code_of(call) -> grpc.StatusCode:
@@ -50,7 +64,7 @@ async def code_of(call) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("method", ["Double", "Each"])
+@pytest.mark.parametrize("method", ["Double", "Each", "Echo", "Total"])
 async def test_a_call_whose_message_does_not_come_gives_its_place_back(method):
     """The server has one place. Fails when whoever says nothing keeps it."""
     async with served(50) as channel:
@@ -58,9 +72,33 @@ async def test_a_call_whose_message_does_not_come_gives_its_place_back(method):
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await silent.read()
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(60):
-            while await code_of(channel.unary_unary("/t.T/Double")(b"x")) is not grpc.StatusCode.OK:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)  # the caller hears of the end before the server has counted it
+        await has_room(channel)
+
+
+async def has_room(channel: grpc.aio.Channel) -> None:
+    async with asyncio.timeout(60):
+        while await code_of(channel.unary_unary("/t.T/Double")(b"x")) is not grpc.StatusCode.OK:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the caller hears of the end before the server has counted it
+
+
+@pytest.mark.parametrize("method", ["Echo", "Total"])
+async def test_a_call_that_says_something_now_and_then_gives_its_place_back(method):
+    """Fails when each message begins the time anew: one of a byte would keep a place for as long as silence may."""
+    async with served(200) as channel:
+        trickling = channel.stream_stream(f"/t.T/{method}")()
+
+        async def trickle() -> None:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # however a write hears of the end
+                while True:
+                    await trickling.write(b"x")
+                    await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(trickle())
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in trickling:
+                    pass
+        await has_room(channel)
 
 
 @pytest.mark.parametrize("method", ["Double", "Each"])
