@@ -7,10 +7,12 @@ remembered.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.core.block import BlockHash, CacheSource
 from headrace.core.clock import Deadline
+from headrace.core.errors import CacheFault
 from headrace.core.generation import GenerateRequest
 from headrace.core.ports import StoreNodes
 from headrace.engine.engine import Engine
@@ -21,10 +23,11 @@ from headrace.transfer.load_prefix import LoadedPrefix, LoadPlan
 class HomeNodes:
     """Of one worker, on its event loop. Of a model without windows a pool has whole prefixes, and nothing is known."""
 
-    def __init__(self, engine: Engine, nodes: StoreNodes) -> None:
+    def __init__(self, engine: Engine, nodes: StoreNodes, *, report_fault: Callable[[CacheFault], None]) -> None:
         self._pool = engine.pool
         self._window = engine.window if engine.window.bounded else engine.near_window
         self._nodes = nodes
+        self._report_fault = report_fault
         # The last block of a prefix to the node that has it. No more of them are in use than the pool has blocks.
         self._homes: OrderedDict[BlockHash, str] = OrderedDict()
 
@@ -55,16 +58,19 @@ class HomeNodes:
     async def storable(self, request: GenerateRequest, *, deadline: Deadline) -> GenerateRequest:
         """The request, so that the worker's sink can keep what is computed for it. Where the pool has the window of a
         prefix and the sink not what is before it, the pool's blocks are not reused: all is computed from where the
-        sink's prefix ends. Asks the sink, if the pool has a window; one round trip. Raises nothing of the cache."""
-        sources = request.cache.sources
-        if not self._window.bounded or CacheSource.DEVICE not in sources:
+        sink's prefix ends. Asks the sink, if the pool has a window; one round trip. Where nobody takes blocks, or the
+        sink does not answer, nothing is known to be gained by computing more. Raises nothing of the cache."""
+        sources, sink_id = request.cache.sources, self._nodes.sink_node_id()
+        if not self._window.bounded or CacheSource.DEVICE not in sources or not sink_id:
             return request
         first = self._window.first_of_prefix(self._pool.resident_blocks(request.prompt))
         if not first:
             return request
-        ways = frozenset({CacheSource.SHARED_MEMORY, CacheSource.GRPC})
-        plan = LoadPlan(first_block=0, end_block=first, sources=ways, hint_nodes=(self._nodes.sink_node_id(),))
-        reach, _ = await find_reach(request.prompt, plan=plan, nodes=self._nodes, deadline=deadline)
-        if reach == first:
+        # The sink alone, whatever way its blocks would come: the host's own node is another one while that drains.
+        plan = LoadPlan(first_block=0, end_block=first, sources=frozenset({CacheSource.GRPC}), hint_nodes=(sink_id,))
+        reach, faults = await find_reach(request.prompt, plan=plan, nodes=self._nodes, deadline=deadline)
+        for fault in faults:
+            self._report_fault(fault)
+        if faults or reach == first:
             return request
         return replace(request, cache=replace(request.cache, sources=sources - {CacheSource.DEVICE}))

@@ -123,7 +123,7 @@ class Worker:
         self._attempts_running = 0
         self._attempts_seen: OrderedDict[str, None] = OrderedDict()
         self._early_blocks = EarlyBlocks(engine)
-        self.home_nodes = HomeNodes(engine, nodes)
+        self.home_nodes = HomeNodes(engine, nodes, report_fault=report_fault)
         self._idle = asyncio.Event()
         self._idle.set()
         self._serving = False
