@@ -6,8 +6,9 @@ reading; the body's size is the gateway's to refuse, since it answers that with 
 waits for ever for a body, or for a client that does not read. What is beyond a bound, or no HTTP, is answered where
 HTTP has an answer for it, its connection is closed, and `ended` is told why.
 
-Nobody is taken over to another protocol: a request that asks for it (`Upgrade`) is answered as if it did not. With a
-body it is refused, since the parser would take that body for the next request.
+Nobody is taken over to another protocol: a request that asks for it (`Upgrade`, as Java's own client does with every
+one) is answered as if it did not. The parser would take its body for the next request, and so reads its head again
+without that line: its body is what its head declares, as of any other.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = True
         self._answered: Any = None  # the request that is being answered; `cycle` is the one that came last
         self._is_refused = False
+        self._is_passed_over = False  # the head that was read asks for an Upgrade, and is to be read without it
         self._reading: asyncio.TimerHandle | None = None  # until head or body are whole
         self._writing: asyncio.TimerHandle | None = None  # while the client takes nothing
         self._lingering: asyncio.TimerHandle | None = None  # after a refusal
@@ -81,14 +83,30 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # see on_headers_complete
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse("malformed", 400, InvalidRequest("the request is not HTTP/1.1 as it should be"))
         # After the parser: a body may have come with its head, and only what is unfinished counts.
         if self._head_bytes > self.head_bytes_max:
             self._refuse_head()
+
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._is_passed_over or self._is_refused:
+                    return  # no body: what follows would be of the other protocol
+                self._is_passed_over = False
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+
+    def _head_without_upgrade(self) -> bytes:
+        line = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return line + b"".join(kept) + b"\r\n"
 
     def on_message_begin(self) -> None:
         """A request begins: its head is to come."""
@@ -105,6 +123,8 @@ class BoundedHttp(HttpToolsProtocol):
         head_bytes = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
         self._in_head, self._head_bytes = False, 0
         upgrades = self.parser.should_upgrade()
+        names = {name for name, _ in self.headers}
+        has_body = not names.isdisjoint((b"content-length", b"transfer-encoding"))
         if self._is_refused:  # what stands behind a request that was refused
             return
         if head_bytes > self.head_bytes_max:  # all of it came at once
@@ -112,8 +132,10 @@ class BoundedHttp(HttpToolsProtocol):
         elif len(self.pipeline) >= self.requests_ahead_max:
             many = f"more than {self.requests_ahead_max} requests wait on this connection; use another one"
             self._refuse("requests_ahead", 400, InvalidRequest(many))
-        elif upgrades and any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
-            self._refuse("malformed", 400, InvalidRequest("a request with a body cannot ask for an Upgrade here"))
+        elif upgrades and has_body and b"upgrade" in names:
+            self._is_passed_over = True
+        elif upgrades and has_body:  # CONNECT, whose body has no meaning (RFC 9110, 9.3.6)
+            self._refuse("malformed", 400, InvalidRequest("CONNECT has no body"))
         else:
             self._wait_for("body_time", self.body_timeout_ms)
             super().on_headers_complete()
@@ -124,6 +146,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
+        if self._reading is not None and not self._in_head:
+            # It, or one behind it, waited for an answer, and its body was not read meanwhile.
+            self._wait_for("body_time", self.body_timeout_ms)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -133,11 +158,16 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """The request is whole, or only its head that is to be read again."""
+        if self._is_passed_over:
+            return
         self._in_head, self._head_bytes = True, 0
         self._stop_waiting()
-        if not self._is_refused:
-            super().on_message_complete()
+        if self._is_refused:
+            return
+        if self.cycle.response_complete:  # and uvicorn waits for no other one: its clock ended when more of this came
+            self._wait_for("head_time", self.head_timeout_ms)
+        super().on_message_complete()
 
     def pause_writing(self) -> None:
         """The client does not take what it is sent."""
@@ -168,8 +198,8 @@ class BoundedHttp(HttpToolsProtocol):
         if (reason == "head_time" and busy) or self.pipeline:
             # What comes behind a request that is being answered waits for its answer, and may not end it.
             self._wait_for(reason, self.head_timeout_ms if reason == "head_time" else self.body_timeout_ms)
-        elif cycle is not None and busy and cycle.response_started:
-            # The answer to it has begun (a body that was refused unread): what is missing is not waited for.
+        elif reason == "body_time" and cycle.response_started:
+            # It has its answer, or a part (a body that was refused unread): there is no second one to it.
             self._close(reason)
         elif reason == "head_time" and self._head_bytes == 0:
             self._close(reason)  # nothing was asked, so nothing is answered

@@ -22,6 +22,11 @@ SEEDS = (
     b"POST /v1/completions HTTP/1.1\r\n" + AUTH + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n{}",
     b"POST /v1/completions HTTP/1.1\r\n" + AUTH + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\n" + AUTH + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\n"
+    + AUTH
+    + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
+    + CHUNKS
+    + b"\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{}",
     b"GET /v1/models HTTP/1.1\r\n"
     + AUTH

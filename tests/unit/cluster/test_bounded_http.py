@@ -4,67 +4,10 @@ No test waits for a bound that it does not want to meet: those are as large as i
 """
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import pytest
-import uvicorn
-
-from headrace_cluster.bounded_http import REASONS, BoundedHttp
-
-
-@asynccontextmanager
-async def served(app, **bounds):
-    """The app on a free port, behind these bounds: (port, reasons for which connections were ended)."""
-    ended = []
-    protocol = type("Bounded", (BoundedHttp,), {**bounds, "ended": staticmethod(ended.append)})
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", http=protocol))
-    server.install_signal_handlers = lambda: None
-    serving = asyncio.create_task(server.serve())
-    try:
-        await until(lambda: server.started)
-        yield server.servers[0].sockets[0].getsockname()[1], ended
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        await serving
-    assert set(ended) <= set(REASONS)
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - the far side of a socket tells nobody here
-            await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def connected(port):
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-
-
-async def answer_of(reader):
-    """All that comes until the server closes."""
-    async with asyncio.timeout(30):
-        return (await reader.read()).decode()
-
-
-async def echo(scope, receive, send):
-    """Reads the body, and answers with its length."""
-    length, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return
-        length, more = length + len(message["body"]), message["more_body"]
-    body = str(length).encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
-    await send({"type": "http.response.body", "body": body})
-
-
-POST = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+from bounded_server import GET, POST, answer_of, connected, echo, served, until
 
 
 async def test_a_request_within_the_bounds_is_answered_also_on_a_connection_that_was_kept():
@@ -119,6 +62,48 @@ async def test_a_request_that_does_not_arrive_is_ended(bounds, sent, status, rea
         except ConnectionResetError:
             assert not sent  # nothing was asked, so nothing was answered
         assert ended == [reason]
+
+
+async def refuse_unread(scope, receive, send):
+    """Answers in full without a look at the body."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+@pytest.mark.parametrize(
+    ("bounds", "rest", "reason"),
+    [({"body_timeout_ms": 50}, b"", "body_time"), ({"head_timeout_ms": 50}, b"ends.", "head_time")],
+    ids=["that never ends", "and then nothing"],
+)
+async def test_a_body_behind_its_own_answer_is_ended_without_a_second_one(bounds, rest, reason):
+    """Fails when a client takes the 408 for the answer to its next request, or keeps its connection for ever."""
+    async with served(refuse_unread, **bounds) as (port, ended), connected(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\nhalf.")
+        async with asyncio.timeout(30):
+            assert (await reader.readuntil(b"\r\n\r\nno")).startswith(b"HTTP/1.1 413")
+        with suppress(ConnectionError):
+            writer.write(rest)
+            assert await answer_of(reader) == ""
+        await until(lambda: ended == [reason])
+
+
+async def test_a_body_has_all_its_time_from_when_it_is_read():
+    """Fails when the time runs out while its connection is kept back until the request before it is answered."""
+    loop, may_answer = asyncio.get_running_loop(), asyncio.Event()
+
+    async def slow(scope, receive, send):
+        await may_answer.wait()
+        await echo(scope, receive, send)
+
+    async with served(slow, body_timeout_ms=500) as (port, ended), connected(port) as (reader, writer):
+        writer.write(GET % 1 + POST % 10 + b"half.")
+        await asyncio.sleep(0.4)
+        began_s = loop.time()
+        may_answer.set()
+        answer = await answer_of(reader)
+        assert loop.time() - began_s >= 0.5
+        assert [line for line in answer.split("\r\n") if "HTTP/1.1" in line] == ["HTTP/1.1 200 OK", "0HTTP/1.1 408 "]
+        assert ended == ["body_time"]
 
 
 async def test_a_client_that_never_reads_is_ended_and_the_work_for_it_with_bounded_memory():
@@ -176,9 +161,6 @@ async def test_what_comes_behind_a_request_that_is_being_answered_does_not_end_i
         may_answer.set()
         assert (await answer_of(reader)).startswith("HTTP/1.1 200")
         assert ended == ["head_time"]
-
-
-GET = b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def test_what_is_no_http_is_refused_in_the_apis_own_words_and_counted():
@@ -306,43 +288,3 @@ async def send_without_end(writer, part):
         writer.write(part)
         await writer.drain()
         await asyncio.sleep(0)
-
-
-UPGRADE = b"connection: upgrade\r\nupgrade: %s\r\n"
-
-
-@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
-async def test_a_body_behind_an_upgrade_is_not_taken_for_a_request(protocol):
-    """The parser passes over the body of a request that asks for an upgrade, and would read it as the next one, which a
-    proxy before us took for a body. Fails when that is served."""
-    begun = []
-
-    async def noting(scope, receive, send):
-        begun.append(scope["path"])
-        await echo(scope, receive, send)
-
-    async with served(noting) as (port, ended), connected(port) as (reader, writer):
-        smuggled = GET % 2
-        writer.write(
-            b"POST /1 HTTP/1.1\r\nhost: x\r\n" + UPGRADE % protocol + b"content-length: %d\r\n\r\n" % len(smuggled)
-        )
-        await writer.drain()
-        await asyncio.sleep(0.05)  # so that the body is a packet of its own
-        writer.write(smuggled)
-        answer = await answer_of(reader)
-        assert answer.startswith("HTTP/1.1 400")
-        assert answer.count("HTTP/1.1") == 1
-        assert not begun
-        assert ended == ["malformed"]
-
-
-@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
-async def test_an_upgrade_that_is_asked_for_is_passed_over(protocol):
-    """Fails when a connection leaves these bounds for those of another protocol."""
-    async with served(echo) as (port, ended), connected(port) as (reader, writer):
-        key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n"
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + UPGRADE % protocol + key + b"\r\n")
-        answer = await answer_of(reader)
-        assert answer.startswith("HTTP/1.1 200")
-        assert "connection: close" in answer
-        assert not ended
