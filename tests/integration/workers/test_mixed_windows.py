@@ -209,6 +209,7 @@ async def test_sequences_that_gave_their_blocks_up_answer_as_if_they_had_kept_th
         assert reply.same_answer_as(want)
         assert reply.cached.total == 0
     assert engine.steps.preemption.num_preemptions > 0
+    await worker.published()
     assert engine.pool.near.available_blocks == engine.pool.near.num_blocks
 
 
