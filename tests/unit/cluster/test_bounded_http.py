@@ -4,10 +4,57 @@ No test waits for a bound that it does not want to meet: those are as large as i
 """
 
 import asyncio
+import inspect
+import tomllib
 from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from bounded_server import GET, POST, answer_of, connected, echo, served, until
+from packaging.requirements import Requirement
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace_cluster.bounded_http import BoundedHttp
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+
+# What BoundedHttp has in place of uvicorn's, and uvicorn or the parser calls.
+OVERRIDDEN = {
+    "__init__",
+    "connection_made",
+    "connection_lost",
+    "data_received",
+    "on_message_begin",
+    "on_header",
+    "on_headers_complete",
+    "_should_upgrade",
+    "_start_asgi_task",
+    "on_body",
+    "on_message_complete",
+    "pause_writing",
+    "resume_writing",
+}
+
+
+def test_what_is_overridden_is_there_in_the_uvicorn_that_is_installed():
+    """Fails when uvicorn renames a method or gives it other arguments: ours would never be called, or not as it is."""
+    own = {name: method for name, method in vars(BoundedHttp).items() if inspect.isfunction(method)}
+    assert {name for name in own if name in vars(HttpToolsProtocol)} == OVERRIDDEN
+    for name in OVERRIDDEN - {"__init__"}:
+        theirs = vars(HttpToolsProtocol)[name]
+        assert [*inspect.signature(own[name]).parameters] == [*inspect.signature(theirs).parameters], name
+    assert callable(vars(HttpToolsProtocol)["_unset_keepalive_if_required"])  # is called
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "httptools"])
+def test_no_other_minor_version_of_what_is_overridden_is_installed(package):
+    """Fails when an installation may bring one that nobody has tried."""
+    extras = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    [pinned] = [wanted for line in extras["cluster"] if (wanted := Requirement(line)).name == package]
+    major, minor, *_ = map(int, version(package).split("."))
+    assert version(package) in pinned.specifier
+    assert f"{major}.{minor + 1}.0" not in pinned.specifier
 
 
 async def test_a_request_within_the_bounds_is_answered_also_on_a_connection_that_was_kept():
