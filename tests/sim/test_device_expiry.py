@@ -181,3 +181,33 @@ def test_a_worker_that_starts_after_an_order_hears_of_it_with_the_blocks(worker_
         world.check_at_rest()
 
     run_virtual(main, seed=1)
+
+
+@pytest.mark.parametrize("later_s", [None, 600], ids=["clear", "replace"])
+def test_a_worker_that_heard_of_an_order_follows_when_it_is_taken_back_or_replaced(later_s):
+    """Fails when what came with a lease outlives the order that it told of."""
+
+    async def main(clock):
+        world = World(clock)
+
+        async def ask(worker):
+            return await answer_of(decode_tokens(world.decode_call(worker, world.request(TOKENS)), worker))
+
+        await ask(await world.add_worker("early-a", WorkerRole.BOTH))
+        await asyncio.sleep(1)  # published
+        node = world.nodes["a"].node
+        node.set_ttl(HEAD, expires_unix_ms=clock.unix_ms() + 60_000)
+        late = await world.add_worker("late-a", WorkerRole.BOTH)
+        await asyncio.sleep(1)
+        assert (await ask(late)).finished.usage.cached.total == 3 * B
+        node.set_ttl(HEAD, expires_unix_ms=later_s and clock.unix_ms() + later_s * 1_000)
+        assert late.set_device_ttl(HEAD, ttl_s=later_s).outcome is ControlOutcome.DONE
+        await asyncio.sleep(100)
+        assert held(late) == 3
+        await asyncio.sleep(600)
+        assert held(late) == (1 if later_s else 3)
+        await world.stop()
+        await asyncio.sleep(60)
+        world.check_at_rest()
+
+    run_virtual(main, seed=1)

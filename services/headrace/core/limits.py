@@ -424,6 +424,7 @@ DEVICE_EXPIRY_SCAN_MS = 1_000
 
 # Orders that a worker keeps about prefixes which go at a moment, and of one namespace: a tenant may order for its own
 # blocks and must leave room for others. With the tokens of their prefixes (36 bytes each) they are 36 MB at the bound.
+# What it only heard of from store nodes has as much room of its own (250 bytes each); of that the oldest goes.
 DEVICE_ORDERS_MAX = 1_024
 DEVICE_ORDERS_PER_NAMESPACE_MAX = 64
 DEVICE_ORDER_TOKENS_MAX = 1_000_000

@@ -3,14 +3,16 @@
 Owns the orders until their moment comes, and the task that looks. An order is kept whether or not the pool holds the
 prefix now, since a request may load it from a store node before the moment. Times to live are the pool's own account;
 when store nodes drop their copies is theirs to know. Orders end with the worker: one that starts later, or had no room
-for an order, hears of it from the node that it loads the prefix from.
+for an order, hears of it from the node that it loads the prefix from. What was heard is kept apart: it takes no room
+from operators' own orders, and whatever they say of the same blocks next holds instead.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.core.block import BlockHash, NamespaceId
+from headrace.core.block import BlockHash, Chain, NamespaceId, hash_prompt
 from headrace.core.clock import Clock
 from headrace.core.generation import ControlOutcome, ControlReport, EvictSelector
 from headrace.core.limits import (
@@ -34,6 +36,9 @@ class _Order:
     at_s: float
 
 
+_Heard = tuple[NamespaceId, BlockHash]  # the block that a node named, and its namespace
+
+
 class DeviceExpiry:
     """One worker's pool and the clock. All methods belong to the worker's event loop."""
 
@@ -42,6 +47,7 @@ class DeviceExpiry:
         self._worker = worker
         self._clock = clock
         self._orders: dict[EvictSelector, _Order] = {}  # by what they name: a later order on the same replaces it
+        self._heard: dict[_Heard, float] = {}  # the moments that nodes told, those told longest ago first
         self._owner: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -66,38 +72,48 @@ class DeviceExpiry:
 
     def order(self, selector: EvictSelector, *, ttl_s: float | None) -> ControlReport:
         """Have what `selector` names, and all that stands on it, go `ttl_s` seconds from now (at least TTL_S_MIN: the
-        task sleeps as long); None takes an order on the same back. Refused when too many are kept."""
+        task sleeps as long); None takes an order on the same back. Either holds instead of what nodes said of the
+        blocks named. Refused, with nothing changed, when too many are kept."""
         selection = pool_selection(selector, self._worker.namespace)
         if selection is None:
             return self._report(ControlOutcome.NOT_HELD, num_blocks=0)
         num_blocks = len(self._pool.describe(selection))
         if ttl_s is None:
             known = self._orders.pop(selector, None) is not None or num_blocks > 0
+            self._drop_heard(selector, selection)
             return self._report(ControlOutcome.DONE if known else ControlOutcome.NOT_HELD, num_blocks=num_blocks)
         why = self._why_refused(selector)
         if why:
             return self._report(ControlOutcome.REFUSED, num_blocks=num_blocks, why=why)
+        self._drop_heard(selector, selection)
         self._orders[selector] = _Order(selection, self._clock.now_s() + ttl_s)
         until_unix_ms = self._clock.unix_ms() + round(ttl_s * 1_000)
         outcome = ControlOutcome.DONE if num_blocks else ControlOutcome.NOT_HELD
         return self._report(outcome, num_blocks=num_blocks, until_unix_ms=until_unix_ms)
 
     def hear(self, namespace: NamespaceId, ends: Sequence[tuple[BlockHash, float]]) -> None:
-        """A store node says of blocks that it hands out in how many seconds they go, by order. What there is no room
-        for is not kept: it goes from the node all the same, and is said again with the next lease."""
+        """A store node says of blocks that it hands out in how many seconds they go, by order. There is always room:
+        what was said longest ago is forgotten for it, and said again with the next lease."""
         for block_hash, left_s in ends:
-            selector = EvictSelector(namespace=namespace, block_hashes=(block_hash,))
-            selection = pool_selection(selector, self._worker.namespace)
-            if selection is not None and not self._why_refused(selector):
-                self._orders[selector] = _Order(selection, self._clock.now_s() + left_s)
+            self._heard.pop((namespace, block_hash), None)  # said again: it is the newest now
+            of_namespace = [key for key in self._heard if key[0] == namespace]
+            if len(of_namespace) >= DEVICE_ORDERS_PER_NAMESPACE_MAX:
+                del self._heard[of_namespace[0]]
+            elif len(self._heard) >= DEVICE_ORDERS_MAX:
+                del self._heard[next(iter(self._heard))]
+            self._heard[namespace, block_hash] = self._clock.now_s() + left_s
 
     def step(self) -> float:
         """Drop what is due; returns the seconds until there may be more."""
         now_s = self._clock.now_s()
         for selector in [selector for selector, order in self._orders.items() if order.at_s <= now_s]:
             self._pool.forget(self._orders.pop(selector).selection)
+        for key in [key for key, at_s in self._heard.items() if at_s <= now_s]:
+            del self._heard[key]
+            self._pool.forget(self._selection_of(key))
         next_s = self._pool.evict_expired()
-        next_order_s = min((order.at_s - now_s for order in self._orders.values()), default=next_s)
+        moments = (*(order.at_s for order in self._orders.values()), *self._heard.values())
+        next_order_s = min(moments, default=math.inf) - now_s
         # Nothing that is used from now on is over before TTL_S_MIN.
         return min(max(min(next_s, next_order_s), DEVICE_EXPIRY_SCAN_MS / 1_000), TTL_S_MIN)
 
@@ -105,6 +121,40 @@ class DeviceExpiry:
         while True:
             wait_s = self.step()
             await asyncio.sleep(wait_s)
+
+    def _selection_of(self, *keys: _Heard) -> Selection:
+        return Selection(roots=frozenset(block_hash for _, block_hash in keys))
+
+    def _drop_heard(self, selector: EvictSelector, selection: Selection) -> None:
+        """Forget what nodes said of the very blocks that the selector names. What was said of other blocks stands: a
+        pool that holds them takes no lease that would say it again."""
+        named = self._heard_in(selection.namespace)
+        if selector.block_hashes:
+            named = [key for key in named if key[1] in selector.block_hashes]
+        else:
+            named = self._ends_of(selector.prefix_token_ids, named)
+        for key in named:
+            del self._heard[key]
+
+    def _heard_in(self, namespace: NamespaceId | None) -> list[_Heard]:
+        """Heard orders on blocks of a namespace or of those narrowed from it; None for all. Which one was narrowed from
+        which only a block tells: what the pool does not hold counts, since its next lease says the order again."""
+        if namespace is None or not self._heard:
+            return list(self._heard)
+        held = self._pool.describe(self._selection_of(*self._heard))
+        outside = {block.block_hash for block in held if namespace not in (block.namespace, *block.narrowed_from)}
+        return [key for key in self._heard if key[1] not in outside]
+
+    def _ends_of(self, token_ids: tuple[int, ...], heard: Sequence[_Heard]) -> list[_Heard]:
+        """Which of the heard orders are on a prefix's last full block. Those of a namespace that there is no time to
+        hash it in count too: DEVICE_ORDER_TOKENS_MAX tokens hold the loop up for 0.1 s."""
+        namespaces = list(dict.fromkeys(namespace for namespace, _ in heard))
+        layout, algorithm = self._worker.namespace.layout, self._worker.namespace.hash_algorithm
+        last: dict[NamespaceId, Chain] = {}  # one block, or none where the prefix has no full one
+        for namespace in namespaces[: DEVICE_ORDER_TOKENS_MAX // max(1, len(token_ids))]:
+            prompt = hash_prompt(namespace, token_ids, block_tokens=layout.block_tokens, algorithm=algorithm)
+            last[namespace] = prompt.chain[-1:]
+        return [key for key in heard if key[0] not in last or last[key[0]] == (key[1],)]
 
     def _why_refused(self, selector: EvictSelector) -> str:
         others = [other for other in self._orders if other != selector]

@@ -8,6 +8,12 @@ import pytest
 from admin_kit import admin_over, keep_on_device, prompt_of, store_text
 from store_kit import HandClock
 
+from headrace.core.generation import EvictSelector
+from headrace.core.limits import (
+    DEVICE_ORDER_TOKENS_MAX,
+    DEVICE_ORDERS_MAX,
+    DEVICE_ORDERS_PER_NAMESPACE_MAX,
+)
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_key
 from headrace.engine.block_pool import BlockPool
 from headrace.gateway.openai_http import build_http_app
@@ -39,10 +45,10 @@ async def order(admin, rpc, *, who="operator", for_s=None, **selector):
     return {report.holder: report for report in reply.reports}
 
 
-def on_hand_clock(admin, worker_id):
+def on_hand_clock(admin, worker_id, *, num_blocks=100):
     """The worker with an empty pool whose time a test moves."""
     worker, clock = admin.gateway.worker(worker_id), HandClock()
-    worker.pool = BlockPool(100, clock=clock)
+    worker.pool = BlockPool(num_blocks, clock=clock)
     worker.expiry = DeviceExpiry(worker.pool, worker.record, clock=clock)
     return worker, clock
 
@@ -84,6 +90,104 @@ async def test_an_order_is_taken_back_on_workers_too(model_path):
         clock.seconds += 1_000
         worker.expiry.step()
         assert on_device(worker) == 3
+
+
+def hears(worker, text, seconds, **identity):
+    """A store node tells the worker of an order on a text's last full block, as with a lease."""
+    prompt = prompt_of(text, **identity)
+    worker.expiry.hear(prompt.namespace, [(prompt.chain[-1], seconds)])
+
+
+@pytest.mark.parametrize("later_s", [None, 7 * 86_400], ids=["clear", "replace"])
+@pytest.mark.parametrize("named_by", ["prefix", "hash"])
+async def test_an_order_that_a_worker_heard_of_is_cleared_and_replaced_as_if_it_were_told(
+    model_path, named_by, later_s
+):
+    """Fails when a worker drops its copy at a moment that the operator took back, under a salt too, or forgets what it
+    heard of other prefixes, which it holds and does not lease again."""
+    async with admin_over(model_path) as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        for salt in ("", "mine"):
+            keep_on_device(worker, TEXT, salt=salt)
+            hears(worker, "sharedhead", 600, salt=salt)
+        keep_on_device(worker, "otherprompt!")
+        hears(worker, "otherprompt!", 700)
+        hashes = [prompt_of("sharedhead", salt=salt).chain[-1] for salt in ("", "mine")]
+        named = {"prefix": {"prefix_text": "sharedhead"}, "hash": {"block_hashes": hashes}}[named_by]
+        assert (await set_ttl(admin, later_s, **named))["worker:d0"].outcome == "done"
+        clock.seconds += 650
+        worker.expiry.step()
+        assert [on_device(worker, salt=salt) for salt in ("", "mine")] == [3, 3]
+        assert on_device(worker, "otherprompt!") == 3
+        clock.seconds += 50
+        worker.expiry.step()
+        assert on_device(worker, "otherprompt!") == 2
+        clock.seconds += 7 * 86_400 - 700
+        worker.expiry.step()
+        assert [on_device(worker, salt=salt) for salt in ("", "mine")] == [1 if later_s else 3] * 2
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+async def test_what_a_worker_heard_for_one_tenant_is_not_another_ones_to_take_back(model_path, is_held):
+    """Fails when a tenant's order on the same tokens touches what holds for another tenant's copy, or misses one of its
+    own, under a salt or still to come."""
+    async with admin_over(model_path, key_ring=RING) as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        own = [{"group": GROUPS["one"], "salt": salt} for salt in ("", "mine")]
+        theirs = {"group": GROUPS["two"]}
+        for whose in (*own, theirs):
+            hears(worker, "sharedhead", 600, **whose)
+        for whose in (*own, theirs) if is_held else (theirs,):
+            keep_on_device(worker, TEXT, **whose)
+        await set_ttl(admin, who="one", prefix_text="sharedhead")
+        await set_ttl(admin, who="one", block_hashes=prompt_of("sharedhead", **theirs).chain)
+        for whose in () if is_held else own:
+            keep_on_device(worker, TEXT, **whose)
+        clock.seconds += 601
+        worker.expiry.step()
+        assert [on_device(worker, **whose) for whose in (*own, theirs)] == [3, 3, 1]
+
+
+async def test_a_prefix_too_long_to_be_hashed_for_each_namespace_takes_back_all_that_was_heard(model_path):
+    """Fails when a long prefix holds a worker up: each namespace that it heard of takes as long again."""
+    async with admin_over(model_path) as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        keep_on_device(worker, TEXT)
+        hears(worker, TEXT, 600)
+        worker.expiry.order(EvictSelector(prefix_token_ids=(1,) * (DEVICE_ORDER_TOKENS_MAX + 1)), ttl_s=None)
+        clock.seconds += 601
+        worker.expiry.step()
+        assert on_device(worker) == 3
+
+
+async def test_orders_that_a_worker_heard_of_are_bounded_and_take_no_room_from_operators(model_path):
+    """Fails when heard orders pile up, the newest is lost for the oldest, or an operator is refused for them."""
+    async with admin_over(model_path) as admin:
+        worker, clock = on_hand_clock(admin, "d0", num_blocks=1_000)
+        texts = [f"prompt {number:03}.." for number in range(DEVICE_ORDERS_PER_NAMESPACE_MAX + 1)]
+        for text in texts:
+            keep_on_device(worker, text)
+            hears(worker, text, 600)
+        keep_on_device(worker, TEXT)
+        assert (await set_ttl(admin, 60, prefix_text="sharedhead"))["worker:d0"].outcome == "done"
+        clock.seconds += 601
+        worker.expiry.step()
+        kept = [text for text in texts if on_device(worker, text) == len(prompt_of(text).chain)]
+        assert kept == texts[:1]
+
+
+async def test_orders_that_a_worker_heard_of_in_many_namespaces_are_bounded(model_path):
+    """Fails when salts have a worker remember without end."""
+    async with admin_over(model_path) as admin:
+        worker, clock = on_hand_clock(admin, "d0")
+        salts = [str(number) for number in range(DEVICE_ORDERS_MAX + 1)]
+        for salt in salts:
+            hears(worker, "sharedhead", 600, salt=salt)
+        for salt in (salts[0], salts[1], salts[-1]):
+            keep_on_device(worker, TEXT, salt=salt)
+        clock.seconds += 601
+        worker.expiry.step()
+        assert [on_device(worker, salt=salt) for salt in (salts[0], salts[1], salts[-1])] == [3, 1, 1]
 
 
 async def test_what_nobody_holds_cannot_be_ordered_about_and_nobody_remembers_the_order(model_path):
