@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from headrace.engine.block_pool import BlockPool, Selection, Short
 from headrace.engine.engine import EngineLoad
 from headrace.engine.event_stream import EngineEvent, FilledBlock, RunFinished
 from headrace.engine.prefix_backup import PrefixBackup
+from headrace.engine.step_times import NOTHING_AHEAD
 from headrace.engine.turns import Turns
 
 LAYOUT = KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=4)
@@ -110,6 +112,7 @@ class SimulatedEngine:
         self.kv = SimulatedKV(num_blocks)
         self.pool = BlockPool(num_blocks, clock=clock, on_freed=self._on_freed)
         self.computed_tokens = 0
+        self.prefill = PRIOR_PREFILL  # as learned
         self.known_kv: dict[BlockHash, bytes] = {}  # what every hashed block must hold
         self._rng = rng
         self._queue = AdmissionQueue(
@@ -127,7 +130,8 @@ class SimulatedEngine:
         return True
 
     def load(self) -> EngineLoad:
-        return EngineLoad(self._num_running, self._queue.num_waiting, self.pool.available_blocks)
+        ahead = replace(NOTHING_AHEAD, prefill=self.prefill)
+        return EngineLoad(self._num_running, self._queue.num_waiting, self.pool.available_blocks, ahead=ahead)
 
     def evict_device(self, selector: EvictSelector, *, dry_run: bool) -> EvictReport:
         evicted = self.pool.evict(Selection(), dry_run=dry_run)

@@ -28,9 +28,10 @@ class PrefixBackup(Protocol):
         """The run gives these up, which nobody keeps yet: store them if there is room, and give the pool reference of
         each back in any case. On the event loop, without waiting."""
 
-    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range) -> int:
+    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range, *, saved_from: int) -> int:
         """Read blocks of the chain back, block i into `block_ids[i]`, verified; how many leading ones of the range are
-        there. What the table has before the range is not looked at.
+        there. What the table has before the range is not looked at. saved_from: what is computed where they do not
+        come begins at this block, before the range where only a window of it is read back.
 
         On the event loop. Bounded in time. No fault of the cache is raised: what is missing is computed. When it has
         returned, or raised because it was cancelled, nobody writes to the pool's blocks any more.

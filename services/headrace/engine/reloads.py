@@ -93,7 +93,8 @@ class Reloads:
     async def _run(self, reload: _Reload) -> int:
         if not reload.wanted:
             return 0
-        return await reload.backup.reload(reload.prompt, reload.table.block_ids, reload.table.blocks)
+        table = reload.table
+        return await reload.backup.reload(reload.prompt, table.block_ids, table.blocks, saved_from=table.saved_from)
 
     def _settle(self, reload: _Reload, task: "asyncio.Task[int]") -> None:
         num_blocks = 0

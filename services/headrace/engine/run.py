@@ -30,6 +30,7 @@ class ReloadTable:
 
     block_ids: tuple[int, ...]
     blocks: range
+    saved_from: int  # where computing would begin without them: they save all from here on
     held: tuple[int, ...]  # all that the run has of the pool meanwhile
     passed: tuple[int, ...]  # parts that have no place meanwhile, for the caller to give back
 
@@ -231,7 +232,7 @@ class Run:
         are put where they are read afterwards.
         """
         self.reloading = True
-        table, passed = self.block_ids, list[int]()
+        saved_from, table, passed = blocks.start, self.block_ids, list[int]()
         if window.bounded:
             blocks = range(max(blocks.start, window.first_of_prefix(blocks.stop)), blocks.stop)
             spare = self.block_ids[self._num_there :][: len(blocks)]
@@ -246,7 +247,7 @@ class Run:
                 self.block_ids[index] = parts.join(parts.wide_of(self.block_ids[index]), part)
             self._near_read_back = range(first, first + len(near))
             passed = [parts.near_alone(part) for part in left_over]
-        return ReloadTable(tuple(table), blocks, tuple(self.block_ids), tuple(passed))
+        return ReloadTable(tuple(table), blocks, saved_from, tuple(self.block_ids), tuple(passed))
 
     def end_reload(
         self, reloaded: range, *, window: KeyWindow, near_window: KeyWindow, parts: PartIds

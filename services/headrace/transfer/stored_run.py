@@ -89,7 +89,7 @@ class StoredRun:
         for block in fresh:
             self._worker.publisher.offer(publication, block)
 
-    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range) -> int:
+    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range, *, saved_from: int) -> int:
         """As PrefixBackup.reload."""
         parts = self._worker.engine.pool.parts
         plan = LoadPlan(
@@ -101,7 +101,8 @@ class StoredRun:
             retention=self._request.cache.retention,
         )
         request = replace(self._request, prompt=prompt)
-        return await self._worker.load_back(request, block_ids, blocks, plan=plan, deadline=self._deadline)
+        saved = range(saved_from, blocks.stop)
+        return await self._worker.load_back(request, block_ids, saved, plan=plan, deadline=self._deadline)
 
 
 def _fastest_link(worker: Worker, hint_nodes: Collection[str], request: GenerateRequest) -> LinkCost | None:

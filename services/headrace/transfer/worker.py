@@ -396,16 +396,16 @@ class Worker:
         ]
 
     async def load_back(
-        self, request: GenerateRequest, block_ids: Sequence[int], blocks: range, *, plan: LoadPlan, deadline: Deadline
+        self, request: GenerateRequest, block_ids: Sequence[int], saved: range, *, plan: LoadPlan, deadline: Deadline
     ) -> int:
-        """Load blocks that a run had once, its answer's among them: of them how many leading ones are there now.
+        """Load the plan's blocks, which a run had once, its answer's among them: how many leading ones are there now.
 
-        request: with the run's tokens so far as its prompt. Raises only cancellation.
+        request: with the run's tokens so far as its prompt. saved: what need not be computed then. Raises only
+        cancellation.
         """
-        whole_window = self.engine.window.bounded and blocks.start == self.engine.window.first_of_prefix(blocks.stop)
-        saved = range(blocks.stop) if whole_window else blocks
+        moved = range(plan.first_block, plan.end_block)
         budget = self._budget(request, saved, plan.hint_nodes)
-        plan = replace(plan, budget=window_budget(budget, blocks, saved, request.prompt.block_tokens))
+        plan = replace(plan, budget=window_budget(budget, moved, saved, request.prompt.block_tokens))
         loaded: LoadedPrefix = await self._here(load_prefix)(request.prompt, block_ids, plan=plan, deadline=deadline)
         for fault in loaded.faults:
             self.report_fault(fault)

@@ -192,7 +192,7 @@ class CopyingBackup:
             self.num_saved += 1
             self._engine.pool.unref(block.block_id)
 
-    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range) -> int:
+    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range, *, saved_from: int) -> int:
         self.reloading.set()
         await self.gate.wait()
         num_blocks = 0

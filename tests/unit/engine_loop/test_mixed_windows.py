@@ -335,7 +335,7 @@ class _Copies:
             self.filled(block)
             self._engine.pool.unref(block.block_id)
 
-    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range) -> int:
+    async def reload(self, prompt: HashedPrompt, block_ids: Sequence[int], blocks: range, *, saved_from: int) -> int:
         read = blocks[: self._reloads_max]
         for position in read:
             self._engine.kv.write_block(block_ids[position], memoryview(self._copies[position]))

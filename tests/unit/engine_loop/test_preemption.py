@@ -14,6 +14,8 @@ from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import SamplingParams, TokenDelta
 from headrace.core.limits import SAVE_PATIENCE_MS
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
+from headrace.engine.event_stream import EventStream
+from headrace.engine.run import Run
 from headrace.engine.schedule_step import StepPlan
 
 from .conftest import BLOCK_TOKENS, VOCAB, StandingClock, admit, begin_together, gate_of, in_step, until
@@ -166,6 +168,28 @@ async def test_of_a_model_with_windows_the_last_one_is_read_back(make_engine: Ma
     assert 0 < long.num_reloaded <= preemption.num_reloads * engine.window.prefix_blocks
     assert preemption.num_reloaded_blocks >= preemption.num_reloads * 7
     assert rows(engine) < rows(computing)
+
+
+async def test_reading_a_window_back_saves_what_is_behind_the_pools_own_prefix(make_engine: MakeEngine) -> None:
+    """Fails if whoever reads it back is not told where computing would begin, and waits for it as if at the start."""
+    engine = make_hashed_engine(make_engine, num_blocks=16, window_tokens=WINDOW)
+    prompt = make_tokens(15 * BLOCK_TOKENS + 1, seed=9)
+    await answer(engine, prompt[: 8 * BLOCK_TOKENS + 1], max_tokens=1)
+    admission = await admit(engine, prompt, use_device=True)
+    run = Run(
+        admission,
+        EventStream(engine.pool, lambda stream: None),
+        num_computed=8 * BLOCK_TOKENS,
+        sampling=None,
+        leaves_blocks=True,
+        limits=engine._run_limits,
+        tokenizer=engine._tokenizer,
+        hash_algorithm=engine.model.namespace.hash_algorithm,
+    )
+    windows = {"window": engine.window, "near_window": engine.near_window}
+    table = run.begin_reload(range(8, 15), **windows, parts=engine.pool.parts)
+    assert (table.blocks, table.saved_from) == (range(12, 15), 8)
+    engine.release(admission)
 
 
 @pytest.mark.parametrize("use_device", [True, False])
