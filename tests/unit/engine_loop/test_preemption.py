@@ -148,26 +148,56 @@ async def test_what_does_not_come_back_is_computed(make_engine: MakeEngine, relo
 WINDOW = 3 * BLOCK_TOKENS  # each sequence comes to hold 4 blocks, and asks for up to 8 when it comes back
 
 
-@pytest.mark.parametrize("reloads_max", [2, 1_000])
-async def test_of_a_model_with_windows_the_last_one_is_read_back(make_engine: MakeEngine, reloads_max: int) -> None:
+ATTEMPTS = 40  # who gives way depends on what is back when a step is planned, which no test can say
+
+
+async def answer_windowed(make_engine: MakeEngine, *, reloads_max: int) -> tuple[Engine, CopyingBackup, int]:
     """Five sequences in a pool of 16, whose blocks in it are not found again; the second has eight, and is back
-    soonest, since only it can be read back. Fails if more is moved than the window before the place where it was, if
-    that is taken for less, if all is computed again, or if two blocks of three are taken for a window."""
-    prompts = [PROMPTS[0], make_tokens(62, seed=9), *PROMPTS[1:4]]
+    soonest, since only it can be read back. All are in the engine when their first step is planned: another sequence
+    holds the one before. Returns the engine, the second's backup, and how many rows were computed again."""
     how = {"num_blocks": 16, "window_tokens": WINDOW, "clock": StandingClock()}
-    computing = make_hashed_engine(make_engine, **how)
-    await answer_all(computing, prompts, [None] * 5, use_device=False)
     engine = make_hashed_engine(make_engine, **how)
     long = CopyingBackup(engine)
     long.reloads_max = reloads_max
-    await answer_all(engine, prompts, [None, long, None, None, None], use_device=False)
-    preemption = engine.steps.preemption
-    if reloads_max == 2:
-        assert long.num_reloaded > 0 == preemption.num_reloads
-        return
-    assert 0 < long.num_reloaded <= preemption.num_reloads * engine.window.prefix_blocks
-    assert preemption.num_reloaded_blocks >= preemption.num_reloads * 7
-    assert rows(engine) < rows(computing)
+    prompts = [PROMPTS[0], make_tokens(62, seed=9), *PROMPTS[1:4]]
+    backups = [None, long, None, None, None]
+    gate = gate_of(engine)
+    gate.let_go(0)
+    other = asyncio.create_task(answer(engine, [1], max_tokens=1, use_device=False))
+    await until(lambda: gate.is_waiting)
+    asks = [
+        asyncio.create_task(answer(engine, prompt, max_tokens=40, backup=backup, use_device=False))
+        for prompt, backup in zip(prompts, backups, strict=True)
+    ]
+    await until(lambda: engine.load().running + engine.load().waiting == 1 + len(asks))
+    replies = (await in_step(engine, [other, *asks]))[1:]
+    for prompt, (tokens, _) in zip(prompts, replies, strict=True):
+        assert tokens == expected_answer(prompt, 40, window_tokens=WINDOW)
+    engine.pool.check_integrity()
+    return engine, long, rows(engine) - 1 - sum(len(prompt) + 39 for prompt in prompts)
+
+
+async def test_of_a_model_with_windows_the_last_one_is_read_back(make_engine: MakeEngine) -> None:
+    """Fails if more is moved than the window before the place where it was, if that is taken for less, or if all is
+    computed again."""
+    for _ in range(ATTEMPTS):
+        engine, long, rows_again = await answer_windowed(make_engine, reloads_max=1_000)
+        preemption = engine.steps.preemption
+        assert long.num_reloaded <= preemption.num_reloads * engine.window.prefix_blocks
+        assert preemption.num_reloaded_blocks >= preemption.num_reloads * 7
+        if long.num_reloaded > 0 and rows_again < 7 * BLOCK_TOKENS:
+            return
+    pytest.fail("no window was read back, or nothing was spared by it")
+
+
+async def test_two_blocks_of_a_windows_three_are_no_window(make_engine: MakeEngine) -> None:
+    """Fails if a sequence goes on behind what came back of its window."""
+    for _ in range(ATTEMPTS):
+        engine, long, _ = await answer_windowed(make_engine, reloads_max=2)
+        assert engine.steps.preemption.num_reloads == 0
+        if long.num_reloaded > 0:
+            return
+    pytest.fail("nothing of a window was read back")
 
 
 async def test_reading_a_window_back_saves_what_is_behind_the_pools_own_prefix(make_engine: MakeEngine) -> None:
