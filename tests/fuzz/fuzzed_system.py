@@ -67,7 +67,8 @@ class FuzzedSystem:
         await self.system.at_rest()
         head = f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: {self.system.as_(OPERATOR)['authorization']}\r\n"
         good = [head.encode() + b"connection: close\r\n\r\n"]
-        assert await self.exchange(good) in ([200], [408])  # 408: the machine is slower than this port waits
+        # 408, or closed before anything of it was read: the machine is slower than this port waits. The next one waits.
+        assert await self.exchange(good) in ([200], [408], [])
         assert await self.exchange(good, port=int(self.system.url.rpartition(":")[2])) == [200]
         assert not self._errors.said, self._errors.said
         assert _peak_bytes() - self._peak_bytes < GROWTH_BYTES_MAX
