@@ -78,6 +78,7 @@ class VllmPeer:
         self._python = python
         self._errors = errors
         self.version = str(self._answer(LOAD_TIMEOUT_S))
+        self._halt()
 
     def trial(self, what: str, batch: int, context: int) -> float:
         """Seconds of a whole prompt ("prefill"), or of one decode step of `batch` sequences behind `context` tokens.
@@ -85,12 +86,19 @@ class VllmPeer:
         Raises InvalidRequest when it fails.
         """
         assert self._process.stdin is not None
+        _signal_group(self._process, signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps([what, batch, context]) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise self._failed() from error
-        return float(self._answer(TRIAL_TIMEOUT_S))
+        seconds = float(self._answer(TRIAL_TIMEOUT_S))
+        self._halt()
+        return seconds
+
+    def _halt(self) -> None:
+        """Until the next trial: its threads go on looking for work for a while, and would take it from the others'."""
+        _signal_group(self._process, signal.SIGSTOP)
 
     def _answer(self, timeout_s: float) -> str | float:
         """The next line that it prints. It is killed when none comes in time, which ends the wait for it."""
@@ -99,7 +107,7 @@ class VllmPeer:
 
         def kill_late() -> None:
             is_late.set()
-            _kill_group(self._process)
+            _signal_group(self._process, signal.SIGKILL)
 
         alarm = threading.Timer(timeout_s, kill_late)
         alarm.start()
@@ -115,7 +123,7 @@ class VllmPeer:
         return answer
 
     def _failed(self) -> InvalidRequest:
-        _kill_group(self._process)
+        _signal_group(self._process, signal.SIGKILL)
         self._process.wait()
         self._errors.seek(0)
         last = (self._errors.read().strip().splitlines() or ["it said nothing"])[-1]
@@ -156,10 +164,10 @@ def running_vllm(
         try:
             yield VllmPeer(process, python, errors)
         finally:
-            _kill_group(process)
+            _signal_group(process, signal.SIGKILL)
             process.communicate()
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
