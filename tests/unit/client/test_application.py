@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from headrace.client import ApplicationUnknown, AsyncHeadraceClient, GatewayUnreachable, HeadraceClient, Selector
+from headrace.client import ApplicationUnknown, AsyncHeadraceClient, GatewayUnreachable, HeadraceClient
 from headrace.core.errors import InvalidRequest, UnknownModel
+from tests.unit.client.test_client import call_in_every_way
 
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 SAID = "Application 'x' not found. Ping /ray.serve.RayServeAPIService/ListApplications for available applications."
@@ -18,12 +19,7 @@ def test_the_application_goes_with_every_call_and_without_one_nothing_does(small
     for application, expected in (("small", "small"), ("", None)):
         small_gateway.applications.clear()
         with HeadraceClient(small_gateway.address, application=application) as client:
-            client.generate("x")
-            client.list_models()
-            client.status()
-            client.stat()
-            client.list_blocks()
-            client.evict(Selector())
+            call_in_every_way(client)
         assert small_gateway.applications == [expected] * 6
 
 

@@ -209,17 +209,22 @@ def test_the_base_install_imports_without_torch_ray_redis_or_transformers(module
     assert done.returncode == 0, done.stderr
 
 
+def call_in_every_way(client: HeadraceClient) -> None:
+    """Six calls, of both services."""
+    client.generate("x")
+    client.list_models()
+    client.status()
+    client.stat()
+    client.list_blocks()
+    client.evict(Selector())
+
+
 def test_an_api_key_goes_with_every_call_and_without_one_nothing_does(small_gateway):
     """Fails when a kind of call forgets the key, or an anonymous client sends a header."""
     for api_key, expected in (("hr-0123456789abcdefgh", "Bearer hr-0123456789abcdefgh"), ("", None)):
         small_gateway.authorizations.clear()
         with HeadraceClient(small_gateway.address, api_key=api_key) as client:
-            client.generate("x")
-            client.list_models()
-            client.status()
-            client.stat()
-            client.list_blocks()
-            client.evict(Selector())
+            call_in_every_way(client)
         assert small_gateway.authorizations == [expected] * 6
 
 
