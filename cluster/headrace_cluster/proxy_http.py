@@ -41,8 +41,9 @@ def middlewares() -> list[Middleware]:
     # Here and not above: whoever starts a system needs this file's names, and neither Ray nor a server.
     import uvicorn.config
     from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
-    from ray.util.metrics import Counter
+    from ray.util.metrics import Counter, Gauge
 
+    from headrace.telemetry.metrics import CERTIFICATE_ENDS
     from headrace_cluster.bounded_http import BoundedHttp
     from headrace_cluster.proxy_tls import set_up_tls
 
@@ -57,7 +58,10 @@ def middlewares() -> list[Middleware]:
         description="HTTPS connections whose TLS handshake failed, plain text among them.",
         tag_keys=("reason",),
     )
-    set_up_tls(lambda reason: refused.inc(tags={"reason": reason}))
+    ends = Gauge(
+        CERTIFICATE_ENDS, description="When the certificate that callers are shown ends, in seconds since 1970."
+    )
+    set_up_tls(lambda reason: refused.inc(tags={"reason": reason}), shown=ends.set)
     DEFAULT_GRPC_SERVER_OPTIONS.append(("grpc.max_concurrent_streams", GRPC_CALLS_OF_CONNECTION_MAX))
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__qualname__}"
     return [Middleware(TryAgainWhenDied)]

@@ -30,15 +30,15 @@ CONTROLLER_TIMEOUT_S = 30.0
 _opened: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def set_up_tls(count_refused: Callable[[str], None]) -> None:
+def set_up_tls(count_refused: Callable[[str], None], *, shown: Callable[[float], None] | None = None) -> None:
     """Have this process's servers made as told above. count_refused: called with the reason at each HTTPS connection
-    whose handshake failed (`https_context.py:REASONS`)."""
+    whose handshake failed (`https_context.py:REASONS`). shown: called at each with when its certificate ends."""
     import uvicorn.config
     from ray.serve._private import default_impl
 
     def https_context(keyfile: Any, certfile: Any, **others: Any) -> HttpsContext:
         files = _files(HTTPOptions(ssl_keyfile=keyfile, ssl_certfile=certfile, ssl_ca_certs=others.get("ca_certs")))
-        return HttpsContext(Tls(files), refused=count_refused)
+        return HttpsContext(Tls(files), refused=count_refused, shown=shown)
 
     uvicorn.config.create_ssl_context = https_context  # type: ignore[assignment]
     default_impl.add_grpc_address = open_grpc_port

@@ -186,7 +186,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     host = host_id(config.store.arena_dir)
     membership = RedisMembership(config.index.redis_url, clock=clock)
     parts.push_async_callback(membership.close)
-    metrics_port = _serve_metrics(config, metrics.registry, parts)
+    metrics_port = _serve_metrics(config, metrics, parts)
     tracing = _start_tracing(config, parts, part="worker", instance_id=worker_id)
     table = StoreNodeTable(
         host=host,
@@ -217,13 +217,16 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     return Worker(worker, role=role, parts=parts, tracing=tracing)
 
 
-def _serve_metrics(config: Config, registry: Any, parts: AsyncExitStack) -> int:
+def _serve_metrics(config: Config, metrics: Any, parts: AsyncExitStack) -> int:
     """Serve a worker's or a gateway's metrics for as long as its parts last; the port."""
+    from headrace.telemetry.collectors import CertificateCollector
     from headrace.telemetry.metrics_server import other_metrics_ports, start_metrics_server
     from headrace.transfer.https_context import metrics_context
 
-    ports = other_metrics_ports(config.store.metrics_port)
-    server = start_metrics_server(registry, config.store.store_host, ports, context=metrics_context(config.network))
+    context, ports = metrics_context(config.network), other_metrics_ports(config.store.metrics_port)
+    if context is not None:
+        CertificateCollector(lambda: context.ends_unix_s, metrics=metrics)
+    server = start_metrics_server(metrics.registry, config.store.store_host, ports, context=context)
     parts.callback(server.close)
     return server.port
 
@@ -327,7 +330,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     membership = RedisMembership(config.index.redis_url, clock=clock)
     for close in (index.close, mirror.close, membership.close, channels.close):
         parts.push_async_callback(close)
-    metrics_port = _serve_metrics(config, metrics.registry, parts)
+    metrics_port = _serve_metrics(config, metrics, parts)
     observer = RouteMetrics(metrics)
     service = GatewayService(
         index=mirror if tracing is None else TracedBlockIndex(mirror, tracing=tracing),

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -44,7 +43,7 @@ from headrace.store.recover_disk import RecoveredDisk, recover_disk
 from headrace.store.register_blocks import PendingChanges, register_blocks
 from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
-from headrace.telemetry.collectors import ClaimsCollector, StoreCollector
+from headrace.telemetry.collectors import CertificateCollector, ClaimsCollector, StoreCollector
 from headrace.telemetry.logs import set_up_logs
 from headrace.telemetry.metrics import EvictionReason, Metrics
 from headrace.telemetry.metrics_server import MetricsServer, start_metrics_server
@@ -52,7 +51,7 @@ from headrace.telemetry.refused_calls import reason_of
 from headrace.telemetry.tracing import Tracing, start_tracing
 from headrace.transfer.channels import bind_server, build_server
 from headrace.transfer.check_network import check_network
-from headrace.transfer.https_context import metrics_context
+from headrace.transfer.https_context import HttpsContext, metrics_context
 from headrace.transfer.serve_blocks import serve_blocks
 from headrace.transfer.tls_files import Tls, tls_of_parts
 from headrace.transfer.trace_rpcs import TracedRpcs
@@ -75,7 +74,7 @@ class StoreNodeService:
         metrics: Metrics | None = None,
         tracing: Tracing | None = None,
         tls: Tls | None = None,
-        metrics_context: ssl.SSLContext | None = None,
+        metrics_context: HttpsContext | None = None,
         lease_ttl_ms: int | None = None,
         reservation_ttl_ms: int | None = None,
     ) -> None:
@@ -332,9 +331,11 @@ class StoreNodeService:
         )
         if self._disk is not None:
             self._disk_metrics = DiskMetrics(self.node.disk.counters, self._metrics)
-        ports = (self._settings.metrics_port,)
+        ports, context = (self._settings.metrics_port,), self._metrics_context
+        if context is not None:
+            CertificateCollector(lambda: context.ends_unix_s, metrics=self._metrics)
         self._metrics_server = start_metrics_server(
-            self._metrics.registry, self._settings.store_host, ports, context=self._metrics_context
+            self._metrics.registry, self._settings.store_host, ports, context=context
         )
 
     def _count_refused(self, error: Exception) -> None:

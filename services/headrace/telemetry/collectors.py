@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from headrace.core.generation import HolderStat
 from headrace.core.members import WorkerRecord
 from headrace.core.speculation_stats import SpeculationStats
-from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.metrics import CERTIFICATE_ENDS, Metrics
 
 
 class _Undescribed:
@@ -72,6 +72,24 @@ class ClaimsCollector(_Undescribed):
         for kind, count in self._kinds.items():
             lapsed.add_metric([kind], count())
         yield lapsed
+
+
+class CertificateCollector(_Undescribed):
+    """When the certificate ends that this process shows to its peers."""
+
+    def __init__(self, ends_unix_s: Callable[[], float], *, metrics: Metrics) -> None:
+        """Register with the process's metrics; `ends_unix_s` is called in the scraping thread, and reads the file again
+        when it has changed."""
+        self._ends_unix_s = ends_unix_s
+        metrics.registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """A moment and not what is left, which `- time()` tells: it stays true however late it is read."""
+        yield GaugeMetricFamily(
+            CERTIFICATE_ENDS,
+            "When the certificate in force ends, in seconds since 1970.",
+            value=self._ends_unix_s(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,10 @@ ITL_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0
 INDEX_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 
 
+# Of workers, nodes and gateways; Serve's proxies say the same of theirs among Ray's metrics, behind `ray_`.
+CERTIFICATE_ENDS = "headrace_tls_certificate_expiry_timestamp_seconds"
+
+
 class TransferDirection(StrEnum):
     """Which way KV bytes went, seen from the worker."""
 

@@ -13,8 +13,8 @@ from headrace.core.errors import ConfigInvalid
 _TURNS_MAX = 10
 
 
-def check_certificate(cert_file: str, key_file: str, *, ca_file: str = "", names: Sequence[str] = ()) -> None:
-    """Raises ConfigInvalid naming the setting, the file and the reason.
+def check_certificate(cert_file: str, key_file: str, *, ca_file: str = "", names: Sequence[str] = ()) -> float:
+    """When the certificate ends, in seconds since 1970. Raises ConfigInvalid naming the setting, file and reason.
 
     ca_file: the authorities that peers go by; without it only key and dates are checked. names: hosts and IP addresses
     under which others call this one.
@@ -38,6 +38,7 @@ def check_certificate(cert_file: str, key_file: str, *, ca_file: str = "", names
                 f"{cert_file} does not name {name}, under which this host is called; it names: {listed}. "
                 "Make one with that name among its subject alternative names",
             )
+    return ssl.cert_time_to_seconds(shown["notAfter"])
 
 
 def names_of(cert_file: str, key_file: str) -> tuple[str, ...]:

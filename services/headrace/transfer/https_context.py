@@ -12,6 +12,7 @@ from headrace.config import NetworkSettings
 from headrace.transfer.tls_files import Tls, TlsFiles, TlsMaterial
 
 Refused = Callable[[str], None]
+Shown = Callable[[float], None]
 
 # Why a handshake failed, by what OpenSSL calls it; all else is "other".
 REASONS = {
@@ -47,13 +48,20 @@ class HttpsContext(ssl.SSLContext):
     def __new__(cls, *_: Any, **__: Any) -> "HttpsContext":
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
-    def __init__(self, tls: Tls, *, refused: Refused | None = None) -> None:
-        """refused: called with one of REASONS' values, or "other", when a handshake fails."""
+    def __init__(self, tls: Tls, *, refused: Refused | None = None, shown: Shown | None = None) -> None:
+        """refused: called with one of REASONS' values, or "other", when a handshake fails. shown: called at each
+        connection with when the certificate ends that it is shown, in seconds since 1970."""
         super().__init__()
         self._tls = tls
         self._refused = refused
+        self._shown = shown
         self._material: TlsMaterial | None = None
         self._newest = self._renewed()
+
+    @property
+    def ends_unix_s(self) -> float:
+        """When the certificate in force ends, in seconds since 1970."""
+        return self._tls.current().ends_unix_s
 
     def wrap_bio(self, *arguments: Any, **named: Any) -> ssl.SSLObject:
         """As SSLContext.wrap_bio, under the newest files; asyncio asks for this at each connection."""
@@ -79,6 +87,8 @@ class HttpsContext(ssl.SSLContext):
             if self._tls.current() is material:
                 self._material, self._newest = material, newest
             material = self._tls.current()
+        if self._shown is not None:
+            self._shown(material.ends_unix_s)
         return self._newest
 
 

@@ -47,6 +47,7 @@ class TlsMaterial:
     cert: bytes
     key: bytes
     ca: bytes
+    ends_unix_s: float = 0.0  # when the certificate does; 0 where there is none
 
 
 class Tls:
@@ -110,13 +111,15 @@ def read_material(files: TlsFiles) -> TlsMaterial:
     for _ in range(_READS_MAX):
         before = _signature_of(files)
         check_pem(files)
+        ends_unix_s = 0.0
         if files.cert_file:
-            check_certificate(files.cert_file, files.key_file, ca_file=files.ca_file if files.mutual else "")
+            authority = files.ca_file if files.mutual else ""
+            ends_unix_s = check_certificate(files.cert_file, files.key_file, ca_file=authority)
         content = [
             Path(path).read_bytes() if path else b"" for path in (files.cert_file, files.key_file, files.ca_file)
         ]
         if before == _signature_of(files):
-            return TlsMaterial(*content)
+            return TlsMaterial(*content, ends_unix_s=ends_unix_s)
     raise ConfigInvalid("tls_cert_file", "the TLS files are replaced all the time")
 
 

@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,8 @@ from certificates_kit import LOCAL, Pki
 from headrace.admin.create_certificates import CertificatePaths, create_certificates
 from headrace.config import NetworkSettings
 from headrace.core.telemetry_limits import METRICS_CONNECTIONS_MAX
-from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.collectors import CertificateCollector
+from headrace.telemetry.metrics import CERTIFICATE_ENDS, Metrics
 from headrace.telemetry.metrics_server import MetricsServer, start_metrics_server
 from headrace.transfer.https_context import metrics_context
 
@@ -60,6 +62,21 @@ def test_a_renewed_certificate_is_shown_without_a_restart(own_pki: Pki):
         create_certificates(Path(own_pki.good.cert_file).parent, hosts=LOCAL, days=3)
         assert ssl.get_server_certificate(("127.0.0.1", server.port), timeout=60) != before
         assert b"headrace_cached_tokens_total" in scrape(server, own_pki.good)
+
+
+def test_metrics_tell_when_the_certificate_in_force_ends(own_pki: Pki):
+    """Fails when it is the first one's for ever, or when a set that is not taken is told of."""
+    good = own_pki.good
+    network = NetworkSettings(tls_cert_file=good.cert_file, tls_key_file=good.key_file, tls_ca_file=good.ca_file)
+    context, metrics = metrics_context(network), Metrics()
+    assert context is not None
+    CertificateCollector(lambda: context.ends_unix_s, metrics=metrics)
+    days = lambda: (metrics.registry.get_sample_value(CERTIFICATE_ENDS) - time.time()) / 86_400  # noqa: E731
+    assert days() == pytest.approx(2, abs=0.1)
+    create_certificates(Path(good.cert_file).parent, hosts=LOCAL, days=3)
+    assert days() == pytest.approx(3, abs=0.1)
+    create_certificates(Path(good.cert_file).parent, hosts=LOCAL, days=-1)
+    assert days() == pytest.approx(3, abs=0.1), "an expired one is not taken"
 
 
 def connect(server: MetricsServer) -> socket.socket:

@@ -5,6 +5,7 @@ A path passes when what goes by it is right, and when who may not go by it is re
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from store_kit import fill, make_header, make_prompt, payload_of
 from tiny_gateway import NODE, make_worker_record, tiny_gateway
 
 from headrace.blocks.claims import SlotReserved
-from headrace.config import StoreSettings
+from headrace.config import NetworkSettings, StoreSettings
 from headrace.core.block import HashedPrompt, payload_digest
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.errors import InvalidRequest, StoreUnavailable
@@ -28,9 +29,10 @@ from headrace.gateway.refuse_call import refuse_call
 from headrace.gateway.serve_grpc import serve_grpc
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.store.service import StoreNodeService
-from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.metrics import CERTIFICATE_ENDS, Metrics
 from headrace.transfer.channels import Channels
 from headrace.transfer.fetch_blocks import GrpcStore
+from headrace.transfer.https_context import metrics_context
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.tls_files import Tls
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
@@ -183,6 +185,26 @@ async def test_connections_that_a_store_node_refuses_are_counted_with_all_that_b
     assert before >= 1
     await refusal(parts.store(node, None))
     assert begun() > before
+
+
+async def test_a_store_node_tells_when_its_certificate_ends(tmp_path: Path, pki: Pki):
+    """Fails when whoever is to renew it has nothing to see."""
+    network = NetworkSettings(tls_cert_file=pki.good.cert_file, tls_key_file=pki.good.key_file)
+    membership, metrics = MemoryMembership(CLOCK), Metrics()
+    service = StoreNodeService(
+        StoreSettings(node_id="n", arena_mb=1, arena_dir=str(tmp_path)),
+        index=MemoryIndex(membership),
+        membership=membership,
+        clock=CLOCK,
+        metrics=metrics,
+        tls=pki.tls(pki.good),
+        metrics_context=metrics_context(network),
+    )
+    await service.start()
+    try:
+        assert metrics.registry.get_sample_value(CERTIFICATE_ENDS) > time.time()
+    finally:
+        await service.stop(remove_arena=True)
 
 
 async def test_a_node_drains_into_its_peer(parts: Parts, pki: Pki):
