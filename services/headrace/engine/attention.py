@@ -94,10 +94,16 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True)
 class GatheredKeys:
-    """Where K and V of a batch of sequences of one layer are copied to. Made once a step, filled once a layer."""
+    """Where K and V of a batch of sequences of one layer are copied to. Made once a step, filled once a layer.
 
-    rows: torch.Tensor  # of the pool, as `PagedKV.gather` wants them
-    copied: torch.Tensor  # scratch, [rows, block_tokens * head_dim]
+    K and V are copied one after the other, since an operator gives each of its threads one stretch of its rows: the
+    thread that copies a head's keys is then the one that multiplies them. Copied at once, one thread would copy all
+    keys and the other all values, and every product would wait for the other core's cache; where two cores share
+    none, that took as long as the rest of the step.
+    """
+
+    rows: torch.Tensor  # [2, n] of the pool, as `PagedKV.gather` wants them
+    copied: torch.Tensor  # scratch, [2, n, block_tokens * head_dim]
     blanks: tuple[torch.Tensor, ...]  # views of it: behind a sequence's end, and before the first key that is there
     # Views of it to be copied once more, where the grid is no multiple of the block: alignment may change bits.
     realigned: tuple[torch.Tensor, torch.Tensor] | None
@@ -105,7 +111,8 @@ class GatheredKeys:
 
     def fill(self, kv: PagedKV, layer: int) -> None:
         """Copy from the pool."""
-        kv.gather(layer, self.rows, self.copied)
+        for rows, copied in zip(self.rows, self.copied, strict=True):
+            kv.gather(layer, rows, copied)
         for blank in self.blanks:
             blank.zero_()
         if self.realigned is not None:
@@ -338,7 +345,7 @@ def _plan_gather(
     first_block, offset = divmod(first_key, layout.block_tokens)
     tables = torch.stack([span.block_table[first_block:] for span in spans])  # [sequences, blocks]
     rows = kv.rows_of(tables.to(kv.device))  # [2, sequences, kv_heads, blocks]
-    copied = context.scratch.take("gathered", (rows.numel(), layout.block_tokens * layout.head_dim), like)
+    copied = context.scratch.take("gathered", (2, rows[0].numel(), layout.block_tokens * layout.head_dim), like)
     # [2, sequences, kv_heads, keys from the first block on, head_dim]
     by_sequence = copied.view(*rows.shape[:3], -1, layout.head_dim)
     blanks = []
@@ -353,7 +360,7 @@ def _plan_gather(
         aligned = context.scratch.take("realigned", tuple(keys.shape), like)
         realigned = (aligned, keys)
         keys = aligned
-    return GatheredKeys(rows.flatten(), copied, tuple(blanks), realigned, keys.flatten(1, 2))
+    return GatheredKeys(rows.flatten(1), copied, tuple(blanks), realigned, keys.flatten(1, 2))
 
 
 def _plan_piece(

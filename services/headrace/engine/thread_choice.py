@@ -11,8 +11,10 @@ nothing of models, and asks nobody for the time.
 """
 
 from dataclasses import dataclass, field
+from statistics import median
 
 # Steps on either side of a trial, in turn, so that what drifts (contexts, other work on the machine) hits both alike.
+# Their medians are compared: one step in which another process had a core says nothing of the others.
 TRIAL_STEPS = 4
 
 # The first steps of a size make buffers and fill caches: no trial's.
@@ -85,7 +87,7 @@ class ThreadChoice:
         on_one, on_all = size.tried_s[::2], size.tried_s[1::2]
         hopeless = len(on_one) == len(on_all) and on_all[-1] > HOPELESS * on_one[-1]
         if hopeless or len(on_all) == TRIAL_STEPS:
-            all_are_worth = not hopeless and sum(on_all) < WORTH * sum(on_one)
+            all_are_worth = not hopeless and median(on_all) < WORTH * median(on_one)
             self._settle(size, self._threads_max if all_are_worth else 1)
 
     def _size(self, num_rows: int) -> _Size:
@@ -103,5 +105,5 @@ class ThreadChoice:
         size.pause_steps = min(2 * size.pause_steps, PAUSE_STEPS_MAX) if same else PAUSE_STEPS_MIN
         size.threads, size.steps_left, size.slow_steps = threads, size.pause_steps, 0
         of_chosen = size.tried_s[1::2] if threads > 1 else size.tried_s[::2]
-        size.usual_s = sum(of_chosen) / len(of_chosen)
+        size.usual_s = median(of_chosen)
         size.tried_s.clear()

@@ -5,6 +5,7 @@ from headrace.engine.thread_choice import (
     PAUSE_STEPS_MIN,
     SETTLING_STEPS,
     SLOW_STEPS,
+    TRIAL_STEPS,
     WARM_STEPS,
     ThreadChoice,
 )
@@ -77,3 +78,12 @@ def test_without_a_second_thread_or_pinned_nothing_is_tried():
     choice = ThreadChoice(4)
     choice.pin(4)
     assert set(run_steps(choice, 50, lambda threads: 100.0)) == {4}
+
+
+def test_one_step_that_another_process_held_up_does_not_decide_a_trial():
+    """Fails if means were compared: one step of twice its time outweighs what the other three have saved."""
+    choice = ThreadChoice(2)
+    held_up = iter([1.0, 0.8, 1.0, 2.0, 1.0, 0.8, 1.0, 0.8])
+    run_steps(choice, WARM_STEPS, lambda threads: 1.0)
+    run_steps(choice, 2 * TRIAL_STEPS, lambda threads: next(held_up))
+    assert choice.choose(ROWS) == 2
