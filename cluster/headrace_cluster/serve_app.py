@@ -19,6 +19,7 @@ from headrace.config import Config, config_to_flat, load_config
 from headrace.core.errors import ConfigInvalid
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX, REQUEST_TIMEOUT_MS_DEFAULT, WORKER_WAITING_MAX
 from headrace.core.members import WorkerRole
+from headrace.torch_environment import TORCH_ENVIRONMENT
 from headrace.transfer.check_network import check_network, is_loopback
 from headrace_cluster.gateway_replica import GatewayReplica
 from headrace_cluster.proxy_tls import serve_http_options
@@ -62,8 +63,8 @@ REPLICA_CPUS = 0.1
 # shows a Serve config to whoever may open it.
 SECRET_VARIABLES = ("HEADRACE_REDIS_URL",)
 
-# For torch in workers: threads that wait must not spin, since several workers share the cores.
-TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
+# Of the processes of workers.
+WORKER_ENVIRONMENT = {**TORCH_ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def serve_app(args: dict[str, Any]) -> Application:
@@ -138,7 +139,7 @@ def worker_options(config: Config) -> dict[str, Any]:
     actor = {
         "num_cpus": REPLICA_CPUS,
         "num_gpus": gpus_per_worker(config),
-        "runtime_env": {"env_vars": TORCH_ENVIRONMENT},
+        "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
     }
     return {
         "ray_actor_options": actor,

@@ -135,7 +135,7 @@ authority's private key. */}}
 # Serve's gRPC proxies take messages of 2 GiB from anybody unless this says what they take.
 - name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE
   value: "16777216"
-{{- range $name, $value := dict "OMP_WAIT_POLICY" "passive" "KMP_BLOCKTIME" "0" "TOKENIZERS_PARALLELISM" "false" }}
+{{- range $name, $value := dict "OMP_WAIT_POLICY" "passive" "GOMP_SPINCOUNT" "10000" "KMP_BLOCKTIME" "0" "THP_MEM_ALLOC_ENABLE" "1" "TOKENIZERS_PARALLELISM" "false" }}
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}

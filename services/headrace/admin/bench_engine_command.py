@@ -1,6 +1,5 @@
 """`headrace bench engine`: what prompts and decode steps take on this machine. Needs no system."""
 
-import os
 from typing import Any
 
 import click
@@ -35,7 +34,6 @@ def engine(*, quick: bool, peer_python: str, flags: dict[str, Any], config_file:
       headrace bench engine --json | jq '.rows[] | [.what, .batch, .context, .ratio]'
       headrace bench engine --peer-python ~/venv-vllm/bin/python
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     measure_engine, full, few = (
         load_function(f"headrace.bench.measure_engine:{name}", command="bench engine", extra="all")
         for name in ("measure_engine", "FULL", "QUICK")

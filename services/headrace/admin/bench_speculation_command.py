@@ -1,6 +1,5 @@
 """`headrace bench speculation`: what drafts bring for a model on this machine. Needs no system."""
 
-import os
 from typing import Any
 
 import click
@@ -40,7 +39,6 @@ def speculation(
       headrace bench speculation
       headrace bench speculation --speculation ./small-model --batch 1 --json
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     measure_speculation = load_function(
         "headrace.bench.measure_speculation:measure_speculation", command="bench speculation", extra="all"
     )

@@ -1,6 +1,5 @@
 """`headrace diagnose`: what limits this model on this machine. Needs no system."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ def diagnose(*, flags: dict[str, Any], config_file: str | None, plot: str, as_js
       headrace diagnose
       headrace diagnose --model /models/qwen3-0.6b --torch-threads 8 --json
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     diagnose_model, give_advice, plot_roofline = (
         load_function(f"headrace.diagnose.{name}:{name}", command="diagnose", extra="all")
         for name in ("diagnose_model", "give_advice", "plot_roofline")

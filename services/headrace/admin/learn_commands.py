@@ -1,6 +1,5 @@
 """`headrace learn`: the experiments of docs/learn, on any model. Need no system."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,6 @@ def _command(function: str, help_line: str) -> Callable[..., None]:
     @setting_options("model", "engine")
     @json_option
     def run(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         show = load_function(f"headrace.learn.{function}:{function}", command="learn", extra="all")
         _print(show(load_config(flags, config_file=config_file), report=say), as_json=as_json)
 

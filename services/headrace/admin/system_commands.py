@@ -30,6 +30,7 @@ from headrace.client import Access, HeadraceClient
 from headrace.config import Config, load_config
 from headrace.core.block import KvCodec
 from headrace.core.errors import ConfigInvalid
+from headrace.torch_environment import set_torch_environment
 
 # What a command cannot do without, beyond the base install. Looked for before anything starts: a part that runs in a
 # process of its own would otherwise fail there, out of sight.
@@ -62,6 +63,7 @@ REUSE_TOKENS, CODEC_TOKENS = 200, 48
 
 def load_function(path: str, *, command: str, extra: str) -> Callable[..., Any]:
     """`package.module:function`, imported now. Raises ExtraMissing when a module that the command needs is missing."""
+    set_torch_environment()
     for name in MODULES_NEEDED[command]:
         if importlib.util.find_spec(name) is None:
             raise ExtraMissing(command, extra, name)
@@ -198,8 +200,6 @@ def verify(
       headrace verify --codec int8
       headrace verify --pool-codec int8
     """
-    # Before torch is imported: several workers share the cores, and threads that spin while they wait take them away.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config = load_config(flags, config_file=config_file)
     if codec is not None:
         _verify_codec(config, codec, generated_tokens or CODEC_TOKENS, as_json=as_json)

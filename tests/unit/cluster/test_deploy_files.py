@@ -16,7 +16,7 @@ from ray.serve.scripts import cli as serve_cli
 
 from headrace.config import load_config, settings_table
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
-from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMENT, serve_app
+from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, WORKER_ENVIRONMENT, serve_app
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -95,7 +95,7 @@ def test_the_environment_is_what_headrace_and_serve_read():
     """Fails for a variable under another name than its reader's."""
     variables = environment_file()
     assert variables[CALLBACK_VARIABLE] == CALLBACK
-    assert TORCH_ENVIRONMENT.items() <= variables.items()
+    assert WORKER_ENVIRONMENT.items() <= variables.items()
     assert variables["RAY_AUTH_MODE"] == "token"
     assert variables["RAY_AUTH_TOKEN"] == variables["RAY_REDIS_PASSWORD"] == ""  # secrets are not in the repository
     known = {f"HEADRACE_{name.upper()}" for name in settings_table()}

@@ -44,7 +44,7 @@ from headrace.config import settings_table
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
 from headrace.index.connection_factory import ClusterFactory, connection_factory
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE, MESSAGE_BYTES_VARIABLE
-from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, TORCH_ENVIRONMENT, serve_app
+from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, WORKER_ENVIRONMENT, serve_app
 
 # KubeRay's definitions lie beside a checkout of some, and are no part of this repository.
 KUBERAY_CRDS = ROOT.parent / "shared" / "kuberay-crds"
@@ -141,7 +141,7 @@ def test_serve_and_headrace_take_the_config_that_the_service_carries(name: str, 
     assert variables[CALLBACK_VARIABLE] == CALLBACK
     assert variables[MESSAGE_BYTES_VARIABLE] == str(GRPC_MESSAGE_BYTES_MAX)
     # A deployment's options in a config replace those of the code, so the pods bring what those had.
-    assert TORCH_ENVIRONMENT.items() <= variables.items()
+    assert WORKER_ENVIRONMENT.items() <= variables.items()
 
 
 @each_render
