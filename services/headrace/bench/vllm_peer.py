@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.core.errors import InvalidRequest
+from headrace.torch_environment import TORCH_ENVIRONMENT
 
 # Loading on a slow disk takes minutes; more than this is a process that hangs.
 LOAD_TIMEOUT_S = 600.0
@@ -140,7 +141,8 @@ def running_vllm(
     has no vllm, or fails: it says with which words.
     """
     asked = {"path": str(model), "dtype": dtype, "tokens_max": tokens_max, "batch_max": batch_max}
-    environment = os.environ | {
+    # How our threads wait is no matter of vLLM's, which runs as it would alone.
+    environment = {name: value for name, value in os.environ.items() if name not in TORCH_ENVIRONMENT} | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
