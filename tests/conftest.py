@@ -11,6 +11,10 @@ from restricted_redis import empty
 from valkey_cluster import ValkeyCluster
 
 from headrace.index.embedded_valkey import EmbeddedValkey
+from headrace.torch_environment import set_torch_environment
+
+# As in every process that computes, before a test module loads torch.
+set_torch_environment()
 
 # How long an example takes tells what else the machine does, not whether the code is right. The examples are the same
 # in every run, so that a change is judged by itself; `pytest --hypothesis-profile=explore` looks for new ones.
