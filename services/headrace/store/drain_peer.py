@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from headrace.core.block import BlockHeader
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, DeadlineExceeded, StoreUnavailable
-from headrace.core.limits import DRAIN_BLOCK_TIMEOUT_MS, DRAIN_BLOCKS_IN_FLIGHT, RELEASE_TIMEOUT_MS
-from headrace.core.ports import AlreadyStored, BlockSink, NotStored, Reservation, ReserveOutcome
+from headrace.core.limits import DRAIN_BLOCK_TIMEOUT_MS, DRAIN_BLOCKS_IN_FLIGHT
+from headrace.core.ports import AlreadyStored, BlockSink, Reservation
 from headrace.core.retention import Retention
 from headrace.store.held_blocks import BlockKey
 from headrace.store.plan_drain import MovingBlock
+from headrace.transfer.reservations import give_back, leading_outcomes
 from headrace.transfer.run_in_thread import finish
 
 
@@ -58,12 +59,12 @@ class DrainPeer:
                 headers = [copy.header for copy in copies]
                 outcomes = await self.sink.reserve(headers, deadline=deadline, retention=retention)
                 unused = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
-                return await self._fill(copies, _until_refused(outcomes), unused, deadline)
+                return await self._fill(copies, leading_outcomes(outcomes), unused, deadline)
         except DeadlineExceeded as late:
             raise StoreUnavailable(self.node_id, "it takes blocks too slowly") from late
         finally:
             if unused:
-                await finish(self._give_back(tuple(unused)))
+                await finish(give_back(self.sink, tuple(unused)))
 
     async def _fill(
         self,
@@ -104,21 +105,3 @@ class DrainPeer:
         except CacheFault as fault:
             return fault
         return None
-
-    async def _give_back(self, unused: Sequence[Reservation]) -> None:
-        """A peer that does not answer lets them expire."""
-        try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1_000):
-                for reservation in unused:
-                    await self.sink.abort(reservation)
-        except (TimeoutError, CacheFault):
-            return
-
-
-def _until_refused(outcomes: Sequence[ReserveOutcome]) -> list[Reservation | AlreadyStored]:
-    leading: list[Reservation | AlreadyStored] = []
-    for outcome in outcomes:
-        if isinstance(outcome, NotStored):
-            break
-        leading.append(outcome)
-    return leading

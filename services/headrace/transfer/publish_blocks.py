@@ -16,16 +16,12 @@ from headrace.core.block import BlockHeader, KvLayout
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import BlockCorrupt, CacheFault, DeadlineExceeded, StoreFull, StoreUnavailable
 from headrace.core.generation import WorkerId
-from headrace.core.limits import (
-    PUBLISH_BATCH_BLOCKS,
-    PUBLISH_QUEUE_BLOCKS,
-    RELEASE_TIMEOUT_MS,
-    RESERVATION_TTL_MS,
-)
-from headrace.core.ports import AlreadyStored, BlockSink, NotStored, PrefixPool, Reservation, ReserveOutcome, StoreNodes
+from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS, RESERVATION_TTL_MS
+from headrace.core.ports import AlreadyStored, BlockSink, PrefixPool, Reservation, StoreNodes
 from headrace.core.retention import KEEP, Retention
 from headrace.engine.event_stream import FilledBlock
 from headrace.telemetry.request_context import current, within
+from headrace.transfer.reservations import give_back, leading_outcomes
 from headrace.transfer.run_in_thread import finish, run_in_thread
 
 
@@ -69,7 +65,7 @@ async def publish_blocks(
             outcomes = await sink.reserve(headers, deadline=deadline, retention=retention)
             assert len(outcomes) == len(headers)
             unused = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
-            stored_or_reserved = _until_not_stored(outcomes)
+            stored_or_reserved = leading_outcomes(outcomes)
             digests, uncoded = await run_in_thread(_fill, pool, filled, stored_or_reserved)
             for outcome, digest in zip(stored_or_reserved, digests, strict=False):
                 if isinstance(outcome, Reservation):
@@ -82,7 +78,7 @@ async def publish_blocks(
         return Published(num_stored, StoreUnavailable("(sink)", late.what))
     finally:
         if unused:
-            await finish(_abort(sink, unused))
+            await finish(give_back(sink, unused))
     missing = len(filled) - num_stored
     return Published(num_stored, uncoded or (StoreFull(missing) if missing else None))
 
@@ -101,15 +97,6 @@ def _header(block: FilledBlock, producer: Producer) -> BlockHeader:
         created_unix_ms=producer.clock.unix_ms(),
         narrowed_from=block.narrowed_from,
     )
-
-
-def _until_not_stored(outcomes: Sequence[ReserveOutcome]) -> list[Reservation | AlreadyStored]:
-    leading: list[Reservation | AlreadyStored] = []
-    for outcome in outcomes:
-        if isinstance(outcome, NotStored):
-            break
-        leading.append(outcome)
-    return leading
 
 
 def _fill(
@@ -131,16 +118,6 @@ def _fill(
 def _fill_one(pool: PrefixPool, block: FilledBlock, slot: Reservation) -> int:
     digest, layout = pool.read_block(block.block_id, slot.buffer), slot.header.layout
     return tie_parts(slot.buffer, layout, block.block_hash) if layout.near_layers else digest
-
-
-async def _abort(sink: BlockSink, unused: Sequence[Reservation]) -> None:
-    """Give reservations back; a node that does not answer lets them expire."""
-    try:
-        async with asyncio.timeout(RELEASE_TIMEOUT_MS / 1000):
-            for reservation in unused:
-                await sink.abort(reservation)
-    except (TimeoutError, CacheFault):
-        return
 
 
 class Publication:
