@@ -2,7 +2,7 @@
 
 import json
 import sys
-from typing import Any
+from typing import Any, Unpack
 
 import click
 
@@ -16,8 +16,8 @@ from headrace.admin.inference_commands import (
     salt_option,
     sampling_options,
 )
-from headrace.admin.terminal import say
-from headrace.client import CacheOptions, HeadraceClient, Message, Sampling
+from headrace.admin.terminal import read_stdin, say
+from headrace.client import HeadraceClient, Message, RequestOptions
 from headrace.core.errors import HeadraceError
 
 
@@ -66,7 +66,7 @@ def _read_line() -> str | None:
             return None
     say("> ", nl=False)
     # Not click's stream: it is made anew at each call, and the old one keeps what it had read ahead.
-    line = sys.stdin.readline()
+    line = read_stdin(sys.stdin.readline)
     return line.strip() if line else None
 
 
@@ -74,24 +74,15 @@ class Conversation:
     """The turns so far. A turn that failed or was stopped is not kept: the next one starts from what was whole."""
 
     def __init__(
-        self,
-        client: HeadraceClient,
-        *,
-        system: str,
-        model: str,
-        sampling: Sampling,
-        cache: CacheOptions,
-        cache_salt: str,
-        priority: int | None,
-        as_json: bool,
+        self, client: HeadraceClient, *, system: str, as_json: bool, **options: Unpack[RequestOptions]
     ) -> None:
         """Ask the server for its models first, so that a wrong address or name is told before anybody types."""
         served = [m.id for m in client.list_models()]
-        self.model = model or (served[0] if served else "")
+        self.model = options.get("model") or (served[0] if served else "")
         self._client = client
+        self._options: RequestOptions = {**options, "model": self.model}
         self._start = [Message("system", system)] if system else []
         self._turns = list(self._start)
-        self._sampling, self._cache, self._cache_salt, self._priority = sampling, cache, cache_salt, priority
         self._as_json = as_json
 
     def reset(self) -> None:
@@ -112,14 +103,7 @@ class Conversation:
         self._turns = [*turns, Message("assistant", answer)]
 
     def _stream(self, turns: list[Message]) -> str:
-        with self._client.stream(
-            turns,
-            model=self.model,
-            sampling=self._sampling,
-            cache=self._cache,
-            cache_salt=self._cache_salt,
-            priority=self._priority,
-        ) as stream:
+        with self._client.stream(turns, **self._options) as stream:
             if not self._as_json:
                 print_text(stream)
             result = stream.result()

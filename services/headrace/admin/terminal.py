@@ -4,9 +4,12 @@ Rules: results go to stdout, remarks and progress to stderr, so that output can 
 tricks when stdout is not a terminal (rich decides); `--json` prints one JSON document and nothing else on stdout.
 """
 
+import errno
 import json
+import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -93,10 +96,13 @@ class ErrorGroup(click.Group):
             click.echo("interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
         except OSError as error:
-            # Of a file that the command line named; anything else without a name is click's to judge (a closed pipe).
-            if ctx.parent is not None or error.filename is None:
+            # Of a file that the command line named, or a full disk. A closed pipe is click's to judge, and what has no
+            # number comes from no system call.
+            if ctx.parent is not None or error.errno in (None, errno.EPIPE):
                 raise
-            click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            where = "" if error.filename is None else f"{error.filename}: "
+            click.echo(f"error: {where}{error.strerror}", err=True)
+            _forget_unwritten_output()
             ctx.exit(EXIT_CHECK_FAILED)
         except HeadraceError as error:
             if ctx.parent is not None:
@@ -105,6 +111,14 @@ class ErrorGroup(click.Group):
                 print_json({"error": {"type": public_name(error), "message": str(error)}})
             click.echo(f"error: {error}", err=True)
             ctx.exit(exit_code_of(error))
+
+
+def _forget_unwritten_output() -> None:
+    """What stdout did not take is tried again when Python ends, and would change the exit code there."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def public_name(error: HeadraceError) -> str:
@@ -222,6 +236,14 @@ def exit_if_incomplete(errors: Sequence[tuple[str, str]]) -> None:
         say(f"incomplete: {holder}: {error}")
     if errors:
         raise SystemExit(EXIT_INCOMPLETE)
+
+
+def read_stdin(read: Callable[[], str]) -> str:
+    """What `read`, a method of sys.stdin, gives. Raises InvalidRequest for what is not text."""
+    try:
+        return read()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"standard input is not {sys.stdin.encoding} text", param="prompt") from None
 
 
 def say(text: str, *, nl: bool = True) -> None:

@@ -25,7 +25,7 @@ from headrace.client.async_client import AsyncGenerateStream, AsyncHeadraceClien
 from headrace.client.client import GenerateStream, HeadraceClient
 from headrace.client.errors import ApplicationUnknown, GatewayUnreachable, TlsFailed
 from headrace.client.placement_values import RouteExplanation, RouteOutcome, RoutePlan
-from headrace.client.prepare_call import Access
+from headrace.client.prepare_call import Access, RequestOptions
 from headrace.client.values import (
     COLD,
     Accepted,
@@ -71,6 +71,7 @@ __all__ = [
     "MissReason",
     "Prompt",
     "QuotaChange",
+    "RequestOptions",
     "Retention",
     "RouteExplanation",
     "RouteOutcome",

@@ -24,20 +24,9 @@ from headrace.client.admin_values import (
     TenantListing,
 )
 from headrace.client.errors import error_from_rpc
-from headrace.client.placement_messages import route_explanation_from_message
 from headrace.client.placement_values import RouteExplanation
-from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, Target, prepare_call, target_of
-from headrace.client.values import (
-    ANY_CACHE,
-    ANY_SAMPLING,
-    CacheOptions,
-    Event,
-    GenerateResult,
-    Prompt,
-    ResultCollector,
-    Sampling,
-    ServedModel,
-)
+from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, RequestOptions, Target, prepare_call, target_of
+from headrace.client.values import Event, GenerateResult, Prompt, ResultCollector, ServedModel
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import ControlReport, EvictReport, HolderStat
 from headrace.core.limits import ADMIN_CLIENT_TIMEOUT_MS, DRAIN_CLIENT_TIMEOUT_MS
@@ -108,52 +97,16 @@ class AsyncHeadraceClient:
         self._inference = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
         self._admin = CacheAdminStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        sampling: Sampling = ANY_SAMPLING,
-        cache: CacheOptions = ANY_CACHE,
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        priority: int | None = None,
-    ) -> AsyncGenerateStream:
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerateStream:
         """As HeadraceClient.stream."""
-        call = prepare_call(
-            prompt,
-            model=model,
-            sampling=sampling,
-            cache=cache,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
-            priority=priority,
-        )
+        call = prepare_call(prompt, **options)
         started_s = time.monotonic()
         events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._target.metadata)
         return AsyncGenerateStream(events, target=self._target, started_s=started_s)
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        sampling: Sampling = ANY_SAMPLING,
-        cache: CacheOptions = ANY_CACHE,
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        priority: int | None = None,
-    ) -> GenerateResult:
+    async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> GenerateResult:
         """As HeadraceClient.generate."""
-        async with self.stream(
-            prompt,
-            model=model,
-            sampling=sampling,
-            cache=cache,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
-            priority=priority,
-        ) as stream:
+        async with self.stream(prompt, **options) as stream:
             return await stream.result()
 
     async def list_models(self) -> tuple[ServedModel, ...]:
@@ -199,7 +152,7 @@ class AsyncHeadraceClient:
     async def explain_route(self, request_id: str) -> RouteExplanation:
         """As HeadraceClient.explain_route."""
         asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
-        return route_explanation_from_message(await self._ask(self._admin.ExplainRoute, asked))
+        return admin_messages.route_explanation_from_message(await self._ask(self._admin.ExplainRoute, asked))
 
     async def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
         """As HeadraceClient.read_block."""

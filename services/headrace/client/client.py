@@ -34,20 +34,9 @@ from headrace.client.admin_values import (
     TenantListing,
 )
 from headrace.client.errors import error_from_rpc
-from headrace.client.placement_messages import route_explanation_from_message
 from headrace.client.placement_values import RouteExplanation
-from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, Target, prepare_call, target_of
-from headrace.client.values import (
-    ANY_CACHE,
-    ANY_SAMPLING,
-    CacheOptions,
-    Event,
-    GenerateResult,
-    Prompt,
-    ResultCollector,
-    Sampling,
-    ServedModel,
-)
+from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, RequestOptions, Target, prepare_call, target_of
+from headrace.client.values import Event, GenerateResult, Prompt, ResultCollector, ServedModel
 from headrace.core.generation import ControlReport, EvictReport, HolderStat
 from headrace.core.limits import ADMIN_CLIENT_TIMEOUT_MS, DRAIN_CLIENT_TIMEOUT_MS
 from headrace.transfer.channels import open_blocking_channel
@@ -113,54 +102,18 @@ class HeadraceClient:
         self._inference = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
         self._admin = CacheAdminStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        sampling: Sampling = ANY_SAMPLING,
-        cache: CacheOptions = ANY_CACHE,
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        priority: int | None = None,
-    ) -> GenerateStream:
-        """Start a request. `model` may be left out when one is served; `priority` lies in -4..4 and is the tenant's
-        usual one when left out. Raises InvalidRequest at once for what cannot be sent; the server's errors are raised
-        while iterating."""
-        call = prepare_call(
-            prompt,
-            model=model,
-            sampling=sampling,
-            cache=cache,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
-            priority=priority,
-        )
+    def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> GenerateStream:
+        """Start a request. options: model, sampling, cache, timeout_s, cache_salt, priority, as `RequestOptions` says.
+
+        Raises InvalidRequest at once for what cannot be sent; the server's errors are raised while iterating."""
+        call = prepare_call(prompt, **options)
         started_s = time.monotonic()
         events = self._inference.Generate(call.request, timeout=call.timeout_s, metadata=self._target.metadata)
         return GenerateStream(events, target=self._target, started_s=started_s)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        sampling: Sampling = ANY_SAMPLING,
-        cache: CacheOptions = ANY_CACHE,
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        priority: int | None = None,
-    ) -> GenerateResult:
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> GenerateResult:
         """Run a request to its end and return the whole."""
-        with self.stream(
-            prompt,
-            model=model,
-            sampling=sampling,
-            cache=cache,
-            timeout_s=timeout_s,
-            cache_salt=cache_salt,
-            priority=priority,
-        ) as stream:
+        with self.stream(prompt, **options) as stream:
             return stream.result()
 
     def list_models(self) -> tuple[ServedModel, ...]:
@@ -203,7 +156,7 @@ class HeadraceClient:
     def explain_route(self, request_id: str) -> RouteExplanation:
         """Why a request that the gateway placed lately went where it went, and what in fact happened."""
         asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
-        return route_explanation_from_message(self._ask(self._admin.ExplainRoute, asked))
+        return admin_messages.route_explanation_from_message(self._ask(self._admin.ExplainRoute, asked))
 
     def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
         """The last block of a chain from one node (`node:ID`)."""

@@ -1,13 +1,21 @@
-"""Values of requests and streams to protobuf messages and back; those of operators are `admin_messages.py`'s."""
+"""Values of requests and streams to protobuf messages and back; those of operators are `admin_messages.py`'s.
+
+Where a value has a message's fields under the same names, it is read by its names (`from_message`).
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.client.values import Accepted, CacheOptions, Done, Event, Message, Prompt, Sampling, ServedModel
 from headrace.core.block import CacheSource
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import ALL_SOURCES, CachedTokens, TokenDelta, TokenLogprob, Usage
 from headrace.wire.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SOURCE_TO_WIRE = {
     CacheSource.DEVICE: inference_pb2.CACHE_SOURCE_DEVICE,
@@ -95,42 +103,29 @@ def event_from_message(message: inference_pb2.GenerateEvent) -> Event | None:
 
 
 def _token_from_message(token: inference_pb2.Token) -> TokenDelta:
-    return TokenDelta(
-        token_id=token.token_id,
-        text=token.text,
-        logprob=token.logprob if token.HasField("logprob") else None,
-        top_logprobs=tuple(
-            TokenLogprob(token_id=top.token_id, text=top.text, logprob=top.logprob) for top in token.top_logprobs
-        ),
-    )
+    top = tuple(from_message(TokenLogprob, each) for each in token.top_logprobs)
+    return from_message(TokenDelta, token, logprob=if_set(token, "logprob"), top_logprobs=top)
 
 
 def _done_from_message(done: inference_pb2.Done) -> Done:
-    cached = done.usage.cached_tokens
-    usage = Usage(
-        prompt_tokens=done.usage.prompt_tokens,
-        completion_tokens=done.usage.completion_tokens,
-        cached=CachedTokens(device=cached.device, shared_memory=cached.shared_memory, grpc=cached.grpc),
-        drafted_tokens=done.usage.drafted_tokens,
-        accepted_draft_tokens=done.usage.accepted_draft_tokens,
-    )
-    return Done(
-        finish_reason=done.finish_reason,
-        text=done.text,
-        usage=usage,
-        decode_worker=done.decode_worker,
-        prefill_worker=done.prefill_worker,
-    )
+    cached_tokens = from_message(CachedTokens, done.usage.cached_tokens)
+    return from_message(Done, done, usage=from_message(Usage, done.usage, cached=cached_tokens))
 
 
 def models_from_message(message: inference_pb2.ListModelsReply) -> tuple[ServedModel, ...]:
     """Decode the list of models."""
-    return tuple(
-        ServedModel(
-            id=model.id,
-            context_tokens_max=model.context_tokens_max,
-            block_tokens=model.block_tokens,
-            namespace=model.namespace,
-        )
-        for model in message.models
-    )
+    return tuple(from_message(ServedModel, model) for model in message.models)
+
+
+Value = TypeVar("Value", bound="DataclassInstance")
+
+
+def from_message(kind: type[Value], message: Any, **others: Any) -> Value:
+    """A value of this dataclass whose fields are the message's, but for `others`."""
+    same = (field.name for field in fields(kind) if field.name not in others)
+    return kind(**{name: getattr(message, name) for name in same}, **others)
+
+
+def if_set(message: Any, name: str) -> Any:
+    """A field that may be absent: None where it is."""
+    return getattr(message, name) if message.HasField(name) else None

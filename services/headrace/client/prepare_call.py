@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from headrace.client import messages
-from headrace.client.values import CacheOptions, Prompt, Sampling
+from headrace.client.values import ANY_CACHE, ANY_SAMPLING, CacheOptions, Prompt, Sampling
 from headrace.core.errors import InvalidRequest
 from headrace.core.limits import CLIENT_DEADLINE_GRACE_MS, GRPC_MESSAGE_BYTES_MAX, REQUEST_TIMEOUT_MS_DEFAULT
 from headrace.core.tenants import is_usable_key
@@ -37,6 +37,25 @@ class Access(TypedDict, total=False):
     tls_key_file: str
 
 
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its prompt; every one of these may be left out.
+
+    model:       needed where more than one is served.
+    sampling:    how tokens are chosen, and how many.
+    cache:       what may be reused, what is left behind, and where it runs.
+    timeout_s:   its deadline; None: the server's usual one.
+    cache_salt:  blocks are shared with requests of the same salt only.
+    priority:    -4..4, higher ones are computed first; None: the tenant's usual one.
+    """
+
+    model: str
+    sampling: Sampling
+    cache: CacheOptions
+    timeout_s: float | None
+    cache_salt: str
+    priority: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Who is called, by what TLS (None: plain text), and what goes with every call."""
@@ -57,15 +76,15 @@ class PreparedCall:
 def prepare_call(
     prompt: Prompt,
     *,
-    model: str,
-    sampling: Sampling,
-    cache: CacheOptions,
-    timeout_s: float | None,
-    cache_salt: str,
+    model: str = "",
+    sampling: Sampling = ANY_SAMPLING,
+    cache: CacheOptions = ANY_CACHE,
+    timeout_s: float | None = None,
+    cache_salt: str = "",
     priority: int | None = None,
 ) -> PreparedCall:
-    """Encode a call. The server gets the caller's time; the transport a little more, so that the server's own typed
-    answer at the deadline still arrives."""
+    """Encode a call with its `RequestOptions`. The server gets the caller's time; the transport a little more, so that
+    the server's own typed answer at the deadline still arrives. Raises InvalidRequest for what cannot be sent."""
     timeout_ms = REQUEST_TIMEOUT_MS_DEFAULT if timeout_s is None else max(1, round(timeout_s * 1e3))
     request = messages.generate_request_message(
         prompt,

@@ -1,6 +1,7 @@
 """The clients against a real gRPC server. Each fails if events, errors or cancellation get lost."""
 
 import asyncio
+import inspect
 import socket
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import pytest
 from headrace.client import (
     COLD,
     Accepted,
+    AsyncGenerateStream,
     AsyncHeadraceClient,
     CacheOptions,
     CacheSource,
     Done,
     GatewayUnreachable,
+    GenerateStream,
     HeadraceClient,
     Message,
     Sampling,
@@ -159,6 +162,16 @@ async def test_the_async_client_streams_collects_and_administers(small_gateway):
         assert (await client.list_blocks()).total_blocks == 4
         assert sum(report.blocks for report in await client.evict(Selector(), dry_run=False)) == 4
         assert (await client.list_blocks()).total_blocks == 0
+
+
+def test_both_clients_have_the_same_methods_with_the_same_arguments():
+    """Fails when one of them is given something that the other lacks."""
+    for blocking, other in ((HeadraceClient, AsyncHeadraceClient), (GenerateStream, AsyncGenerateStream)):
+        ours, theirs = ({name for name in vars(kind) if not name.startswith("_")} for kind in (blocking, other))
+        assert ours == theirs
+        for name in ours:
+            has, lacks = (inspect.signature(getattr(kind, name)).parameters for kind in (blocking, other))
+            assert has == lacks, name
 
 
 async def test_cancelling_the_task_that_reads_cancels_the_request(small_gateway):
