@@ -1,6 +1,7 @@
 """Refuse a model that no worker could serve, before anything is started: what can be told at once, without torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +14,17 @@ from headrace.engine.model_families import check_architecture
 
 
 def check_model(settings: ModelSettings) -> None:
-    """Look at a model in a local directory: that it is there, its configuration can be read and names a family that is
-    served. Of a hub id nothing is asked, since that takes the network. Raises ModelRefused."""
-    directory = local_directory(settings.model)
-    if directory is None:
-        return
+    """Look at a model's configuration, in its local directory or from the hub: that it is there, can be read and names
+    a family that is served. Raises ModelRefused."""
+    local = local_directory(settings.model)
+    directory = local or hub_directory(settings.model, ("config.json",))
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         family = config.get("model_type", "")
     except (OSError, ValueError, AttributeError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise ModelRefused(settings.model, f"its config.json cannot be used: {error}") from error
     if family:  # without one, transformers guesses by the directory's name
-        check_architecture(directory.resolve().name, str(family))
+        check_architecture(local.resolve().name if local else settings.model, str(family))
 
 
 def local_directory(model: str) -> Path | None:
@@ -36,6 +36,23 @@ def local_directory(model: str) -> Path | None:
     if model.startswith((".", "/", "~")):
         raise ModelRefused(model, "there is no such directory")
     return None
+
+
+def hub_directory(model: str, wanted: Sequence[str]) -> Path:
+    """Where the files of a hub id lie that match, fetched unless they are in the local cache. Raises ModelRefused."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(wanted)))
+    except (OSError, HFValidationError) as error:  # hub and network errors are OSErrors
+        # Its first line: the rest is a paragraph, and a worker's progress is told by lines.
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ModelRefused(
+            model,
+            f"it is no local directory, and the hub did not give it ({why}); check the name and the network, or give a "
+            "directory",
+        ) from error
 
 
 def check_draft_model(model: ModelSettings, engine: EngineSettings) -> None:

@@ -24,7 +24,7 @@ from headrace.core.errors import ConfigInvalid, ModelRefused
 from headrace.core.key_window import EVERYTHING, KeyWindow, model_window, near_parts
 from headrace.core.layer_windows import LayerWindows
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
-from headrace.engine.check_model import local_directory
+from headrace.engine.check_model import hub_directory, local_directory
 from headrace.engine.choose_attention import choose_attention
 from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.collapse_pages import collapse_pages
@@ -193,20 +193,8 @@ def find_model(settings: ModelSettings, *, report: Report) -> tuple[str, Path]:
     if (local := local_directory(settings.model)) is not None:
         return local.resolve().name, local
     report(f"fetching {settings.model} from the hub (or its local cache)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return settings.model, Path(snapshot_download(settings.model, allow_patterns=wanted))
-    except (OSError, HFValidationError) as error:  # hub and network errors are OSErrors
-        # Its first line: the rest is a paragraph, and a worker's progress is told by lines.
-        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ModelRefused(
-            settings.model,
-            f"it is no local directory, and the hub did not give it ({why}); check the name "
-            "and the network, or give a directory",
-        ) from error
+    return settings.model, hub_directory(settings.model, wanted)
 
 
 def describe_codec(settings: ModelSettings, engine: EngineSettings, *, report: Report) -> str:

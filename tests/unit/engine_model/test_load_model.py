@@ -10,6 +10,7 @@ import torch
 from headrace.config import EngineSettings, ModelSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.errors import ConfigInvalid, ModelRefused
+from headrace.engine.check_model import check_model
 from headrace.engine.load_model import load_model
 from headrace.engine.model_runner import SequenceStep
 from tests.unit.engine_model.tiny_models import VOCAB_SIZE, make_model
@@ -165,6 +166,12 @@ def test_a_missing_directory_is_refused(name, tmp_path):
 def test_a_name_that_is_no_hub_id_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(ModelRefused, match="give a directory"):
         load("not a hub id", tmp_path)
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_before_anything_starts():
+    """Fails when the workers are the first to ask: Ray and all else would have started by then."""
+    with pytest.raises(ModelRefused, match="give a directory"):
+        check_model(ModelSettings(model="not a hub id"))
 
 
 def test_a_block_longer_than_the_context_is_refused(tiny, tmp_path):
