@@ -14,7 +14,7 @@ from headrace.config import Config
 from headrace_cluster.ask_every_path import ask_every_path
 from headrace_cluster.demo_report import DemoReport
 from headrace_cluster.launch_local import launch_local
-from headrace_cluster.local_instance import InstanceState, default_state_dir, is_alive, read_state
+from headrace_cluster.local_instance import InstanceState, is_alive, read_state
 
 Report = Callable[[str], None]
 
@@ -31,7 +31,7 @@ def demo(config: Config, *, report: Report) -> tuple[DemoReport, InstanceState]:
 
 
 def _running_system(config: Config, report: Report) -> InstanceState:
-    running = read_state(default_state_dir(config))
+    running = read_state(config.cluster.state_path)
     if running is not None and running.ready and is_alive(running):
         report(f"using the system that is up at {running.http_url}")
         return running

@@ -4,7 +4,6 @@ Owns what `headrace up` and `headrace down` do from outside: start a detached su
 progress, and make sure that nothing is left when it ends, fails or is killed. One instance per state directory.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -19,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from headrace.compose import check_drafter, check_tenants, prepare_model
-from headrace.config import Config, config_to_flat, load_config
+from headrace.config import Config, config_to_flat
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX
 from headrace.engine.drafter import NGRAM, OFF
@@ -33,7 +32,6 @@ from headrace_cluster.local_instance import (
     STATE_FILE,
     InstanceState,
     Report,
-    default_state_dir,
     is_alive,
     kill_processes_of,
     read_state,
@@ -61,7 +59,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
     `report` gets a line for each step. Ctrl-C (or any exception from `report`) ends what was started.
     """
     config = _with_absolute_paths(config)
-    state_dir = default_state_dir(config).resolve()
+    state_dir = config.cluster.state_path.resolve()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _only_one(state_dir):
         running = read_state(state_dir)
@@ -204,33 +202,3 @@ def _only_one(state_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             raise LaunchFailed(f"another start or stop is under way in {state_dir}") from None
         yield
-
-
-def main() -> int:
-    """`python -m headrace_cluster.launch_local up|down [--config FILE] [--state-dir DIR]`."""
-    parser = argparse.ArgumentParser(prog="headrace_cluster.launch_local", description=main.__doc__)
-    parser.add_argument("command", choices=("up", "down"))
-    parser.add_argument("--config")
-    parser.add_argument("--state-dir")
-    arguments = parser.parse_args()
-    config = load_config({"state_dir": arguments.state_dir}, config_file=arguments.config)
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    try:
-        if arguments.command == "up":
-            state = launch_local(config, report=report)
-            print(json.dumps({"http_url": state.http_url, "grpc_target": state.grpc_target}))
-        else:
-            down(default_state_dir(config), report=report)
-    except HeadraceError as error:
-        report(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

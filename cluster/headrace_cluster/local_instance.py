@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.blocks.disk_tier import remove_disk
 from headrace.blocks.host_arena import budgets_path
-from headrace.config import Config
+from headrace.core.errors import ConfigInvalid
 
 INSTANCE_VARIABLE = "HEADRACE_INSTANCE"
 STATE_FILE = "state.json"
@@ -59,19 +59,19 @@ class InstanceState:
         }
 
 
-def default_state_dir(config: Config) -> Path:
-    """Where this configuration keeps state and logs."""
-    named = config.cluster.state_dir
-    return Path(named).expanduser() if named else Path.home() / ".local" / "state" / "headrace"
-
-
 def read_state(state_dir: Path) -> InstanceState | None:
-    """The recorded instance, dead or alive; None when there is none."""
+    """The recorded instance, dead or alive; None when there is none. Raises ConfigInvalid for a record that is no
+    build's like this one."""
     try:
         fields = json.loads((state_dir / STATE_FILE).read_text(encoding="utf-8"))
         return InstanceState(**{**fields, "started": tuple(fields["started"])})
     except FileNotFoundError:
         return None
+    except (ValueError, KeyError, TypeError) as error:  # half of one after a power cut, or a newer build's
+        raise ConfigInvalid(
+            "state_dir",
+            f"{state_dir / STATE_FILE} is not understood ({error}); delete it if what it names is gone",
+        ) from error
 
 
 def write_state(state_dir: Path, state: InstanceState) -> None:

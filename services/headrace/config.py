@@ -167,6 +167,11 @@ class ClusterSettings:
     decode_workers_max: int = setting(0, "Up to so many decode workers under load, on Ray. 0: always as many.")
     state_dir: str = setting("", "Where a running system keeps its state and logs. Default: ~/.local/state/headrace.")
 
+    @property
+    def state_path(self) -> Path:
+        """The state directory that is meant."""
+        return Path(self.state_dir).expanduser() if self.state_dir else Path.home() / ".local" / "state" / "headrace"
+
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySettings:
@@ -304,7 +309,23 @@ def _convert(key: str, value: Any, default: Any) -> Any:
 
 def _check(config: Config) -> None:
     """Refuse what cannot work, before anything starts."""
-    engine, cluster = config.engine, config.cluster
+    _check_engine(config.engine)
+    _check_store(config.store)
+    _check_ports(config)
+    _check_gateway(config.gateway)
+    _check_cluster(config.cluster)
+    if config.telemetry.otlp_endpoint and not config.telemetry.otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigInvalid("otlp_endpoint", "must begin with http:// or https://, as in http://127.0.0.1:4317")
+    if config.telemetry.log_format not in ("text", "json"):
+        raise ConfigInvalid("log_format", "must be text or json")
+    if config.model.dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise ConfigInvalid("dtype", "must be auto, bfloat16, float16 or float32")
+    if config.model.device not in ("auto", "cpu", "cuda"):
+        raise ConfigInvalid("device", "must be auto, cpu or cuda")
+    _check_attention(config)
+
+
+def _check_engine(engine: EngineSettings) -> None:
     if not BLOCK_TOKENS_MIN <= engine.block_tokens <= BLOCK_TOKENS_MAX:
         raise ConfigInvalid("block_tokens", f"must lie in {BLOCK_TOKENS_MIN}..{BLOCK_TOKENS_MAX}")
     if engine.pool_tokens < 2 * engine.block_tokens:
@@ -322,22 +343,28 @@ def _check(config: Config) -> None:
         raise ConfigInvalid("pool_codec", f"must be one of {', '.join(POOL_CODECS)}")
     if engine.pool_codec != "raw" and engine.store_codec != "raw":
         raise ConfigInvalid("store_codec", "must be raw with a pool_codec: the store keeps what the pool has, as it is")
-    if config.store.arena_mb < 1:
+
+
+def _check_store(store: StoreSettings) -> None:
+    if store.arena_mb < 1:
         raise ConfigInvalid("arena_mb", "must be at least 1")
-    if not 0 <= config.store.free_share <= 0.5:
+    if not 0 <= store.free_share <= 0.5:
         raise ConfigInvalid("free_share", "must lie in 0..0.5: more would keep half of the arena empty")
-    if not 0 <= config.store.pin_share <= 0.9:
+    if not 0 <= store.pin_share <= 0.9:
         raise ConfigInvalid("pin_share", "must lie in 0..0.9: what is not pinned must be able to turn over")
-    if config.store.eviction_policy not in tuple(PolicyName):
+    if store.eviction_policy not in tuple(PolicyName):
         raise ConfigInvalid("eviction_policy", f"must be one of {', '.join(PolicyName)}")
-    if config.store.kv_events_replay_endpoint and not config.store.kv_events_endpoint:
+    if store.kv_events_replay_endpoint and not store.kv_events_endpoint:
         raise ConfigInvalid("kv_events_replay_endpoint", "needs kv_events_endpoint: there is nothing to replay")
-    if config.store.kv_events_layout not in ("map", "array"):
+    if store.kv_events_layout not in ("map", "array"):
         raise ConfigInvalid("kv_events_layout", "must be map or array")
-    if config.store.kv_events_hashes not in ("int", "bytes"):
+    if store.kv_events_hashes not in ("int", "bytes"):
         raise ConfigInvalid("kv_events_hashes", "must be int or bytes")
-    if not 0 <= config.store.disk_gb < math.inf:
+    if not 0 <= store.disk_gb < math.inf:
         raise ConfigInvalid("disk_gb", "must be a size in GiB, or 0")
+
+
+def _check_ports(config: Config) -> None:
     for key, port in (
         ("store_port", config.store.store_port),
         ("metrics_port", config.store.metrics_port),
@@ -348,22 +375,19 @@ def _check(config: Config) -> None:
             raise ConfigInvalid(key, "must lie in 0..65535")
     if config.store.metrics_port > 65_535 - METRICS_PORTS:
         raise ConfigInvalid("metrics_port", f"must leave {METRICS_PORTS} ports above it for workers and gateways")
+
+
+def _check_gateway(gateway: GatewaySettings) -> None:
     for key in ("shed_ttft_ms", "ttft_slo_ms", "itl_slo_ms"):
-        if getattr(config.gateway, key) < 0:
+        if getattr(gateway, key) < 0:
             raise ConfigInvalid(key, "must not be negative; 0 switches it off")
-    if config.gateway.hash_algorithm not in set(HashAlgorithm):
+    if gateway.hash_algorithm not in set(HashAlgorithm):
         raise ConfigInvalid("hash_algorithm", f"must be one of {', '.join(HashAlgorithm)}")
-    if config.gateway.tenants_file and config.gateway.hash_algorithm != HashAlgorithm.SHA256:
+    if gateway.tenants_file and gateway.hash_algorithm != HashAlgorithm.SHA256:
         raise ConfigInvalid("hash_algorithm", "must be sha256 with a tenants_file: tenants might construct collisions")
-    if config.telemetry.otlp_endpoint and not config.telemetry.otlp_endpoint.startswith(("http://", "https://")):
-        raise ConfigInvalid("otlp_endpoint", "must begin with http:// or https://, as in http://127.0.0.1:4317")
-    if config.telemetry.log_format not in ("text", "json"):
-        raise ConfigInvalid("log_format", "must be text or json")
-    if config.model.dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise ConfigInvalid("dtype", "must be auto, bfloat16, float16 or float32")
-    if config.model.device not in ("auto", "cpu", "cuda"):
-        raise ConfigInvalid("device", "must be auto, cpu or cuda")
-    _check_attention(config)
+
+
+def _check_cluster(cluster: ClusterSettings) -> None:
     for key in ("gateways", "decode_workers"):
         if getattr(cluster, key) < 1:
             raise ConfigInvalid(key, "must be at least 1")

@@ -50,6 +50,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
 
     holder_blocks: dict[str, dict[BlockHash, StoredBlock]] = field(default_factory=lambda: {h: {} for h in HOLDERS})
     silent_holders: set[str] = field(default_factory=set)
+    bookless_holders: set[str] = field(default_factory=set)  # tell their blocks and not their books
     failure: HeadraceError | None = None
     hang_after_tokens: int | None = None
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
@@ -158,7 +159,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
                 read_bytes=self.looked_up_tokens * 1024,
                 pinned_bytes=self._pinned_bytes(holder),
                 pin_bytes_max=self.pin_bytes_max if holder.startswith("node:") else 0,
-                error="did not answer" if holder in self.silent_holders else "",
+                error="did not answer" if holder in self.silent_holders | self.bookless_holders else "",
             )
             for holder, blocks in self.holder_blocks.items()
         ]

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from headrace.admin.connection import access_of, address_option
+from headrace.admin.output_file import PLOT_ENDINGS, OutputFile
 from headrace.admin.selection import Duration
 from headrace.admin.setting_flags import setting_options
 from headrace.admin.system_commands import load_function
@@ -114,6 +115,22 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
+def made_up_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what says which requests are made up; the command gets it as `generate` and `settings`."""
+    for option in (
+        click.option(
+            "--set", "settings", multiple=True, metavar="NAME=VALUE",
+            help="Of what is made up (docs/benchmarks.md); repeat.",
+        ),
+        click.option(
+            "--generate", type=click.Choice([str(kind) for kind in Workload]), default=str(Workload.MULTI_TURN),
+            show_default=True, help="Make requests of this kind up, where none are given.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @bench.command(short_help="Load a live system and measure its answers.")
 @click.option(
     "--trace",
@@ -125,16 +142,7 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Send these prompts: a text file, one a line, or .jsonl with `prompt`.",
 )
-@click.option(
-    "--generate",
-    type=click.Choice([str(kind) for kind in Workload]),
-    default=str(Workload.MULTI_TURN),
-    show_default=True,
-    help="Without both: make requests of this kind up.",
-)
-@click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Of what is made up (docs/benchmarks.md); repeat."
-)
+@made_up_options
 @click.option("--block-tokens", type=click.IntRange(min=1), help="Of the trace. Default: what fits its lengths.")
 @click.option(
     "--rate",
@@ -243,7 +251,7 @@ def bounded(bounds: Any) -> Any:
     help="Requests a second; repeat for a curve.",
 )
 @load_options
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves into this PNG.")
+@click.option("--plot", type=OutputFile(PLOT_ENDINGS), help="Draw the curves into this PNG (or PDF, SVG).")
 @setting_options("model", "engine", "store")
 @json_option
 def sweep(

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from headrace.admin.bench_commands import bounded, load_options, local_system, show_report
+from headrace.admin.bench_commands import bounded, load_options, local_system, made_up_options, show_report
+from headrace.admin.output_file import OutputFile
 from headrace.admin.setting_flags import setting_options
 from headrace.admin.system_commands import load_function
 from headrace.admin.terminal import json_option, say
 from headrace.config import load_config
-from headrace.simulate.generate_trace import Workload
 
 
 @click.command(short_help="How far the simulator is off, on this machine.")
@@ -19,16 +19,7 @@ from headrace.simulate.generate_trace import Workload
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="Requests a second."
 )
-@click.option(
-    "--generate",
-    type=click.Choice([str(kind) for kind in Workload]),
-    default=str(Workload.MULTI_TURN),
-    show_default=True,
-    help="What requests are made up.",
-)
-@click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Of what is made up (docs/benchmarks.md); repeat."
-)
+@made_up_options
 @click.option("--prefill-workers", type=click.IntRange(min=0), default=0, show_default=True, help="That only prefill.")
 @click.option(
     "--decode-workers",
@@ -40,7 +31,7 @@ from headrace.simulate.generate_trace import Workload
 @load_options
 @click.option(
     "--write",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Write the fitted cluster, for `headrace simulate --cluster`.",
 )
 @setting_options("model", "engine", "store")

@@ -57,7 +57,7 @@ def list_cache(*, selector: Selector, with_text: bool, blocks: bool, limit: int,
         listing = client.list_blocks(selector, with_text=with_text, limit=limit)
     runs = build_prefix_runs(listing.blocks)
     if as_json:
-        print_json(listing if blocks else {"prefixes": runs, **_listing_totals(listing)})
+        print_json(_blocks_json(listing) if blocks else {"prefixes": runs, **_listing_totals(listing)})
     else:
         if blocks:
             _print_blocks(listing, with_text=with_text)
@@ -71,12 +71,16 @@ def list_cache(*, selector: Selector, with_text: bool, blocks: bool, limit: int,
     exit_if_incomplete(listing.errors)
 
 
+def _blocks_json(listing: BlockListing) -> dict[str, object]:
+    return {"blocks": listing.blocks, "total_blocks": listing.total_blocks, "errors": dict(listing.errors)}
+
+
 def _listing_totals(listing: BlockListing) -> dict[str, object]:
     return {
         "blocks": len(listing.blocks),
         "total_blocks": listing.total_blocks,
         "bytes": sum(block.bytes for block in listing.blocks),
-        "errors": [{"holder": holder, "error": error} for holder, error in listing.errors],
+        "errors": dict(listing.errors),
     }
 
 

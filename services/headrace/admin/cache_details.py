@@ -18,6 +18,7 @@ from headrace.admin.terminal import (
     print_json,
     print_table,
     say,
+    to_jsonable,
     unix_ms_now,
 )
 from headrace.client import BlockEntry, Message, MissExplanation, Prompt, Selector
@@ -155,7 +156,7 @@ def why_miss(
     with connect(address) as client:
         found = client.why_miss(asked, model=model, request_id=request_id, cache_salt=cache_salt)
     if as_json:
-        print_json(found)
+        print_json(to_jsonable(found) | {"errors": dict(found.errors)})
     else:
         _print_explanation(found)
     exit_if_incomplete(found.errors)

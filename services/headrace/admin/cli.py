@@ -9,9 +9,9 @@ from headrace.admin.bench_simulator_command import simulator
 from headrace.admin.bench_speculation_command import speculation
 from headrace.admin.cache_commands import cache
 from headrace.admin.cache_details import show_block, why_miss
+from headrace.admin.cache_verify_command import cache_verify
 from headrace.admin.certs_commands import certs
 from headrace.admin.chat import chat
-from headrace.admin.check_command import cache_verify
 from headrace.admin.completion_command import completion
 from headrace.admin.config_commands import config
 from headrace.admin.diagnose_command import diagnose
@@ -35,11 +35,39 @@ from headrace.admin.warm_command import warm_cache
 # Wide terminals show a command's first sentence whole.
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
+# Every command, by what it is for, in the order of the help.
+SECTIONS: dict[str, tuple[click.Command, ...]] = {
+    "Run a system": (demo, up, down, status, top_system, store_node),
+    "Ask it": (chat, generate, models),
+    "See, explain and steer what it does": (cache, explain, nodes, tenants, doctor),
+    "Check, measure, plan and learn": (verify, diagnose, bench, simulate, plan, learn),
+    "Set up": (config, certs, completion),
+}
 
-@click.group(cls=ErrorGroup, epilog=EXIT_CODE_HELP, context_settings=CONTEXT)
+
+class Headrace(ErrorGroup):
+    """The root of all commands."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by section."""
+        width = max(map(len, self.commands))
+        for title, commands in SECTIONS.items():
+            rows = [(f"{c.name:{width}}", c.get_short_help_str(formatter.width - width - 6)) for c in commands]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+@click.group(cls=Headrace, epilog=EXIT_CODE_HELP, context_settings=CONTEXT)
 @click.version_option(__version__, package_name="headrace")
 def main() -> None:
-    """Headrace: a distributed prefix cache for LLM inference."""
+    """Headrace: a distributed prefix cache for LLM inference.
+
+    \b
+    Begin with:
+      headrace demo                          start a system, kill parts of it, and see that no answer changes
+      headrace chat                          ask it, and see what was cached after each turn
+      headrace cache ls --text               see what is cached
+    """
 
 
 for command in (
@@ -56,35 +84,11 @@ for command in (
     import_blocks,
 ):
     cache.add_command(command)
-bench.add_command(engine)
-bench.add_command(simulator)
-bench.add_command(speculation)
-for command in (
-    up,
-    down,
-    status,
-    top_system,
-    models,
-    generate,
-    chat,
-    cache,
-    verify,
-    diagnose,
-    learn,
-    demo,
-    bench,
-    store_node,
-    config,
-    certs,
-    tenants,
-    nodes,
-    doctor,
-    explain,
-    simulate,
-    plan,
-    completion,
-):
-    main.add_command(command)
+for command in (engine, simulator, speculation):
+    bench.add_command(command)
+for commands in SECTIONS.values():
+    for command in commands:
+        main.add_command(command)
 
 if __name__ == "__main__":
     main()

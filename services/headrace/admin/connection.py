@@ -74,20 +74,16 @@ def _resolve_address(ctx: click.Context, _: click.Parameter, value: str | None) 
     if value:
         return value
     config = load_config()
-    state = _ready_state(state_directory(config.cluster.state_dir))
+    state = ready_state(config.cluster.state_path)
     for name in TLS_SETTINGS:
         if state.get(name):
             ctx.meta.setdefault(ACCESS_META, {}).setdefault(name, str(state[name]))
     return str(state.get("grpc_target") or "") or f"127.0.0.1:{config.gateway.grpc_port}"
 
 
-def state_directory(setting: str) -> Path:
-    """Where a local system keeps its state; the `state_dir` setting, "" for its default."""
-    return Path(setting).expanduser() if setting else Path.home() / ".local" / "state" / "headrace"
-
-
-def _ready_state(directory: Path) -> dict[str, Any]:
-    """Empty when no system runs from there, or its file is half written: then there is nothing to talk to yet."""
+def ready_state(directory: Path) -> dict[str, Any]:
+    """What the local system of that directory says of itself. Empty when none runs from there, or its file is half
+    written: then there is nothing to talk to yet."""
     try:
         state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

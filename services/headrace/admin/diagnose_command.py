@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from headrace.admin.output_file import PLOT_ENDINGS, OutputFile
 from headrace.admin.setting_flags import setting_options
 from headrace.admin.system_commands import load_function
 from headrace.admin.terminal import json_option, print_json, print_table, say
@@ -14,9 +15,9 @@ from headrace.config import load_config
 
 @click.command(short_help="Find out whether compute or memory limits a model here.")
 @setting_options("model", "engine")
-@click.option("--plot", type=click.Path(dir_okay=False), default="headrace-diagnose.png", help="Where the plot goes.")
+@click.option("--plot", type=OutputFile(PLOT_ENDINGS), default="headrace-diagnose.png", help="Where the plot goes.")
 @json_option
-def diagnose(*, flags: dict[str, Any], config_file: str | None, plot: str, as_json: bool) -> None:
+def diagnose(*, flags: dict[str, Any], config_file: str | None, plot: Path, as_json: bool) -> None:
     """Find out whether arithmetic or memory limits prefill and decode of a model on this machine.
 
     Measures what the machine reaches and what the engine's steps take, and says what follows: which of the two is the
@@ -33,10 +34,10 @@ def diagnose(*, flags: dict[str, Any], config_file: str | None, plot: str, as_js
         for name in ("diagnose_model", "give_advice", "plot_roofline")
     )
     found = diagnose_model(load_config(flags, config_file=config_file), report=say)
-    plot_roofline(found, Path(plot))
+    plot_roofline(found, plot)
     advice = give_advice(found)
     if as_json:
-        print_json(_as_json(found) | {"advice": advice, "plot": plot})
+        print_json(_as_json(found) | {"advice": advice, "plot": str(plot)})
         return
     _show(found)
     click.echo()

@@ -39,7 +39,7 @@ def explain(*, request_id: str, address: str, as_json: bool) -> None:
     to differ for the next best plan to win, and predictions against what was measured.
 
     A gateway remembers its last 1,024 requests. The id is in each answer: `id` without its first part in OpenAI's
-    shape, the x-request-id header, `request_id` over gRPC.
+    shape, `request_id` over gRPC. (The header x-request-id is the caller's own label, or the proxy's.)
 
     \b
     Examples:

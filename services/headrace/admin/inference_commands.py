@@ -9,7 +9,7 @@ import click
 
 from headrace.admin.connection import address_option, connect
 from headrace.admin.selection import Duration, TokenIds
-from headrace.admin.terminal import human_ms, json_option, print_json, print_table, say
+from headrace.admin.terminal import human_ms, json_option, print_json, print_table, read_stdin, say
 from headrace.client import (
     CacheOptions,
     CacheSource,
@@ -178,10 +178,13 @@ def _prompt(text: str | None, token_ids: tuple[int, ...] | None, *, as_chat: boo
         if text is not None or as_chat:
             raise click.UsageError("--token-ids is a whole prompt: leave TEXT, --chat and --system out")
         return token_ids
-    given = sys.stdin.read() if text is None or text == "-" else text
+    if text is None or text == "-":
+        if sys.stdin.isatty():
+            say("type the prompt, and Ctrl-D at the end of it")
+        text = read_stdin(sys.stdin.read)
     if not as_chat:
-        return given
-    return [*([Message("system", system)] if system else []), Message("user", given)]
+        return text
+    return [*([Message("system", system)] if system else []), Message("user", text)]
 
 
 def print_text(stream: GenerateStream) -> str:

@@ -1,7 +1,7 @@
 """`headrace cache export` and `cache import`: prefixes as a file."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +10,7 @@ import click
 
 from headrace.admin.connection import address_option, connect
 from headrace.admin.export_file import ExportWriter, check_export, read_export
+from headrace.admin.output_file import OutputFile
 from headrace.admin.selection import selector_options
 from headrace.admin.terminal import (
     EXIT_INCOMPLETE,
@@ -27,7 +28,7 @@ REPORT_EVERY_BLOCKS = 100
 
 
 @click.command("export", short_help="Write prefixes into a file.")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=OutputFile())
 @selector_options
 @address_option
 @json_option
@@ -48,7 +49,7 @@ def export_blocks(*, file: Path, selector: Selector, address: str, as_json: bool
         chains = chains_of(chosen.blocks, everything.blocks)
         if not chains:
             raise InvalidRequest("no store node has a block that this selects; nothing was written", param="selector")
-        bases = {(chain[-1].base_namespace, chain[-1].model) for chain in chains}
+        bases = {(each.chain[0].base_namespace, each.chain[0].model) for each in chains}
         if len(bases) > 1:
             raise InvalidRequest(f"this selects blocks of {len(bases)} models; say --model", param="model")
         partial = file.with_name(file.name + ".partial")
@@ -82,10 +83,20 @@ class Written:
     gone_blocks: int
 
 
-def write_blocks(client: HeadraceClient, chains: Sequence[Sequence[BlockEntry]], out: BinaryIO) -> Written:
-    """Read and write the last block of each chain, heads first. What stands on a block that is gone is left out too."""
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """The first blocks of a chain, of which the last is meant. All that end in one chain share it: a prompt of
+    thousands of blocks has as many ends."""
+
+    chain: Sequence[BlockEntry]
+    num_blocks: int
+
+
+def write_blocks(client: HeadraceClient, chains: Sequence[Leading], out: BinaryIO) -> Written:
+    """Read and write the block that each means, heads first. What stands on a block that is gone is left out too."""
     writer, total, gone = None, 0, set[tuple[str, bytes]]()
-    for number, chain in enumerate(chains, start=1):
+    for number, leading in enumerate(chains, start=1):
+        chain = leading.chain[: leading.num_blocks]
         last = chain[-1]
         if (last.namespace, last.parent_hash) in gone:
             gone.add((last.namespace, last.block_hash))
@@ -108,25 +119,33 @@ def write_blocks(client: HeadraceClient, chains: Sequence[Sequence[BlockEntry]],
     return Written(len(chains) - len(gone), total, len(gone))
 
 
-def chains_of(chosen: Sequence[BlockEntry], everything: Sequence[BlockEntry]) -> list[list[BlockEntry]]:
+def chains_of(chosen: Sequence[BlockEntry], everything: Sequence[BlockEntry]) -> list[Leading]:
     """For each chosen block and each before it, its chain from block 0 on one node that has all of it, heads first."""
     by_holder: dict[str, dict[tuple[str, bytes], BlockEntry]] = {}
     for block in (*everything, *chosen):
         if block.holder.startswith("node:"):
             by_holder.setdefault(block.holder, {})[(block.namespace, block.block_hash)] = block
-    chains: dict[tuple[str, bytes], list[BlockEntry]] = {}
-    for wanted in chosen:
-        for held in by_holder.values():
-            chain: list[BlockEntry] = []
-            found = held.get((wanted.namespace, wanted.block_hash))
-            while found is not None:
-                chain.insert(0, found)
-                found = held.get((found.namespace, found.parent_hash))
-            if chain and chain[0].position == 0:
-                for end in range(1, len(chain) + 1):
-                    chains.setdefault((wanted.namespace, chain[end - 1].block_hash), chain[:end])
-                break
-    return sorted(chains.values(), key=len)
+    found: dict[tuple[str, bytes], Leading] = {}
+    # The last blocks first: the chain to a prompt's end is that to each block before it, too.
+    for wanted in sorted(chosen, key=lambda block: block.position, reverse=True):
+        if (wanted.namespace, wanted.block_hash) in found:
+            continue
+        chain = next(filter(None, (_chain_to(wanted, held) for held in by_holder.values())), [])
+        for num_blocks, block in reversed(list(enumerate(chain, start=1))):
+            if (block.namespace, block.block_hash) in found:
+                break  # and so is all before it
+            found[(block.namespace, block.block_hash)] = Leading(chain, num_blocks)
+    return sorted(found.values(), key=lambda leading: leading.num_blocks)
+
+
+def _chain_to(wanted: BlockEntry, held: Mapping[tuple[str, bytes], BlockEntry]) -> list[BlockEntry]:
+    """From block 0 to this one on a node that holds these; empty where it does not have all of it."""
+    chain: list[BlockEntry] = []
+    found = held.get((wanted.namespace, wanted.block_hash))
+    while found is not None:
+        chain.append(found)
+        found = held.get((found.namespace, found.parent_hash))
+    return chain[::-1] if chain and chain[-1].position == 0 else []
 
 
 @click.command("import", short_help="Store the blocks of a file on a node.")

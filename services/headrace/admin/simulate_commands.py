@@ -1,11 +1,13 @@
 """`headrace simulate ...`: replay a trace through the policies that stores and gateways run. Needs no system."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from headrace.admin.output_file import PLOT_ENDINGS, OutputFile
 from headrace.admin.system_commands import load_function
 from headrace.admin.terminal import json_option, print_json, print_table
 from headrace.admin.trace_options import TraceOptions, report_progress, trace_options
@@ -21,7 +23,7 @@ TICK_S_OF_FILES = 3.0
 @click.command(short_help="Replay requests through eviction policies or routers.")
 @click.option("--eviction", is_flag=True, help="Compare the eviction policies and the bound.")
 @click.option("--cluster", help="Compare routers on this cluster: a profile's name or a YAML file.")
-@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the requests as JSON lines.")
+@click.option("--write", type=OutputFile(), help="Write the requests as JSON lines.")
 @trace_options
 @click.option(
     "--policy", "policies", multiple=True, default=("all",), show_default=True, help="Routers: names, or all."
@@ -34,7 +36,7 @@ TICK_S_OF_FILES = 3.0
     "--tick-s", type=click.FloatRange(min=0),
     help="Arrivals are spread over so long at random: the tick of the trace's clock. 3 for a file, 0 for what is made.",
 )  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the routers' rows into a PNG.")
+@click.option("--plot", type=OutputFile(PLOT_ENDINGS), help="Draw the routers' rows into this PNG (or PDF, SVG).")
 @json_option
 def simulate(
     *,
@@ -70,13 +72,15 @@ def simulate(
         _compare_eviction(trace, as_json=as_json)
     else:
         tick_s = tick_s if tick_s is not None else TICK_S_OF_FILES * (asked.path is not None)
-        rows = _compare_routing(
-            trace, str(cluster), policies=policies, loads=loads, seed=asked.seed, tick_s=tick_s, as_json=as_json
-        )
-        if plot is not None:
+        draw: Callable[..., Any] | None = None
+        if plot is not None:  # what it lacks is said before anything is simulated
             draw = load_function(
                 "headrace.simulate.draw_comparison:draw_comparison", command="simulate --plot", extra="report"
             )
+        rows = _compare_routing(
+            trace, str(cluster), policies=policies, loads=loads, seed=asked.seed, tick_s=tick_s, as_json=as_json
+        )
+        if draw is not None:
             draw(rows, plot, title=f"{cluster}: {asked.path.name if asked.path else asked.generate}")
 
 
@@ -156,12 +160,13 @@ def _compare_routing(
             f"{row['ttft_s_p90']:.2f} s",
             f"{row['ttft_s_p99']:.2f} s",
             f"{row['slo_share']:.1%}",
+            f"{row['goodput_per_s']:,.2f}/s",
             f"{row['itl_ms_p90']:.1f} ms",
             f"{row['imbalance']:.2f}",
             f"{row['fetched_gb']:,.0f} GB",
         ]
         for row in rows
     ]
-    heads = "load,router,hits of ideal,TTFT p50,p90,p99,within SLO,ITL p90,imbalance,moved"
+    heads = "load,router,hits of ideal,TTFT p50,p90,p99,within SLO,goodput,ITL p90,imbalance,moved"
     print_table([f"{head} " for head in heads.split(",")], shown)
     return rows

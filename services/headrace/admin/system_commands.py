@@ -10,12 +10,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from headrace.admin.connection import API_KEY_VARIABLE, APPLICATION_VARIABLE, TLS_SETTINGS, state_directory
+from headrace.admin.connection import API_KEY_VARIABLE, APPLICATION_VARIABLE, TLS_SETTINGS, ready_state
+from headrace.admin.output_file import PLOT_ENDINGS, OutputFile
 from headrace.admin.setting_flags import ALL_PIECES, setting_options
 from headrace.admin.terminal import (
     EXIT_BAD_SETTING,
@@ -30,6 +32,7 @@ from headrace.client import Access, HeadraceClient
 from headrace.config import Config, load_config
 from headrace.core.block import KvCodec
 from headrace.core.errors import ConfigInvalid
+from headrace.core.hide_secrets import hide_secrets
 from headrace.torch_environment import set_torch_environment
 
 # What a command cannot do without, beyond the base install. Looked for before anything starts: a part that runs in a
@@ -91,7 +94,7 @@ def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None
         describe_codec = load_function("headrace.engine.load_model:describe_codec", command="up", extra="all")
         say(describe_codec(config.model, config.engine, report=say))
     if as_json:
-        print_json(state)
+        print_json(replace(state, redis_url=hide_secrets(state.redis_url)))
         return
     click.echo(f"HTTP (OpenAI-compatible): {state.http_url}/v1")
     click.echo(f"gRPC:                     {state.grpc_target}")
@@ -123,7 +126,7 @@ def down(*, state_dir: str | None, as_json: bool) -> None:
       headrace down
     """
     end = load_function("headrace_cluster.launch_local:down", command="down", extra="all")
-    directory = state_directory(load_config({"state_dir": state_dir}).cluster.state_dir)
+    directory = load_config({"state_dir": state_dir}).cluster.state_path
     was_up = end(directory, report=say)
     if as_json:
         print_json({"was_up": was_up, "state_dir": str(directory)})
@@ -166,7 +169,7 @@ def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_o
     default=None,
     help="Tokens to generate each. Default: 200; 48 with --codec.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), default="headrace-verify.png", help="Where the plot goes.")
+@click.option("--plot", type=OutputFile(PLOT_ENDINGS), default="headrace-verify.png", help="Where the plot goes.")
 @click.option(
     "--codec",
     type=click.Choice([codec.value for codec in KvCodec if codec is not KvCodec.RAW]),
@@ -179,7 +182,7 @@ def verify(
     flags: dict[str, Any],
     config_file: str | None,
     generated_tokens: int | None,
-    plot: str,
+    plot: Path,
     codec: str | None,
     as_json: bool,
 ) -> None:
@@ -205,7 +208,7 @@ def verify(
         _verify_codec(config, codec, generated_tokens or CODEC_TOKENS, as_json=as_json)
         return
     verify_reuse = load_function("headrace.verify.verify_reuse:verify_reuse", command="verify", extra="all")
-    found = verify_reuse(config, generated_tokens=generated_tokens or REUSE_TOKENS, plot=Path(plot), report=say)
+    found = verify_reuse(config, generated_tokens=generated_tokens or REUSE_TOKENS, plot=plot, report=say)
     if as_json:
         print_json(found.as_json())
     else:
@@ -250,11 +253,17 @@ def demo(*, flags: dict[str, Any], config_file: str | None, connect: str, output
       headrace demo --connect 10.0.0.2:9000
     """
     config = load_config(flags, config_file=config_file)
+    Path(output).mkdir(parents=True, exist_ok=True)  # where that cannot be, it is said now and not after minutes
     if connect:
         found, state = _ask_elsewhere(connect, config), None
     else:
         run_demo = load_function("headrace_cluster.demo:demo", command="demo", extra="all")
-        found, state = run_demo(config, report=say)
+        try:
+            found, state = run_demo(config, report=say)
+        except KeyboardInterrupt:
+            if ready_state(config.cluster.state_path):
+                say("the system is up still; `headrace down` ends it")
+            raise
     file = found.write(Path(output))
     if as_json:
         print_json(found.as_json())

@@ -183,6 +183,7 @@ def _compare(before: Look, now: Look, prefixes_max: int) -> Seen:
     blocks = now.listing.blocks if now.listing else ()
     runs = sorted(build_prefix_runs(blocks), key=lambda run: (-run.hits, run.first_position))
     errors = {stat.holder: stat.error for stat in now.stats if stat.error}
+    errors |= now.listing.errors if now.listing else ()
     rates = rate_holders(before.stats, now.stats, elapsed_s=interval_s)
     return Seen(
         unix_ms=unix_ms_now(),
@@ -191,7 +192,7 @@ def _compare(before: Look, now: Look, prefixes_max: int) -> Seen:
         prefixes=[run for run in runs if run.hits][:prefixes_max],
         blocks_read=len(blocks),
         total_blocks=now.listing.total_blocks if now.listing else 0,
-        errors=tuple((dict(now.listing.errors) if now.listing else {} | errors).items()),
+        errors=tuple(errors.items()),
         hosts=[] if now.status is None else rate_hosts(now.status, now.stats, rates),
     )
 

@@ -1,5 +1,8 @@
 """Whatever is typed, an operator gets a sentence and an exit code, and never a traceback or a wider selection."""
 
+import subprocess
+import sys
+
 import click
 import pytest
 from click.testing import CliRunner
@@ -59,6 +62,12 @@ def run(small_gateway, tmp_path, monkeypatch):
         (8, ["config", "show", "--config", "bad.txt"]),
         (3, ["simulate", "--eviction", "--trace", "bad.txt"]),
         (2, ["cache", "events", "--endpoint", "garbage"]),
+        (2, ["cache", "export", "none/x.hrx", "--prefix", "aaaabbbb"]),
+        (2, ["simulate", "--generate", "bursts", "--write", "none/x.jsonl"]),
+        (2, ["verify", "--plot", "none/x.png"]),
+        (2, ["diagnose", "--plot", "x.txt"]),
+        (1, ["certs", "create", "bad.txt/certs"]),
+        (2, ["bench", "sweep", "--plot", "bad.txt/x.png"]),
     ],
     ids=lambda value: " ".join(value)[:50].encode("ascii", "replace").decode() if isinstance(value, list) else None,
 )
@@ -72,13 +81,20 @@ def test_a_key_that_is_no_text_is_no_key(run):
     assert run("tenants", "hash-key", input=b"ab\xff\n").exit_code == 3
 
 
-def test_a_file_that_cannot_be_written_is_named(run, small_gateway):
-    """Fails when an operator gets a traceback for a mistyped path."""
-    small_gateway.holder_blocks["node:here"].clear()
-    run("generate", "aaaabbbb.")
-    done = run("cache", "export", "none/x.hrx", "--prefix", "aaaabbbb")
-    assert done.exit_code == 1
-    assert "error: none/x.hrx.partial: No such file or directory" in done.stderr
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_standard_input_that_is_no_text_is_told_as_such(run, command):
+    """Fails when a pipe of something else ends in a traceback."""
+    assert run(command, input=b"ab\xff\n").exit_code == 3
+
+
+def test_a_disk_that_is_full_is_told_in_one_line():
+    """Fails when an operator gets a traceback, or an exit code of the interpreter's own."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace.admin.cli", "config", "show"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
 @pytest.mark.parametrize("option", ["--prefix", "--model", "--tenant", "--namespace", "--node", "--worker"])
@@ -118,4 +134,4 @@ def groups(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str
 def test_no_line_of_a_list_of_commands_is_cut_off_in_a_narrow_terminal(path):
     """Fails when an operator has to guess what a command does."""
     shown = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).stdout
-    assert "..." not in shown.partition("Commands:")[2]
+    assert "..." not in shown.partition("Show this message and exit.")[2]

@@ -1,6 +1,8 @@
 """The command line against a real gRPC server: results on stdout, JSON that parses, exit codes by error class."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -185,6 +187,45 @@ def test_every_selector_of_an_eviction_reaches_the_gateway_as_it_was_given(run, 
 @pytest.mark.parametrize("name", ["up", "down", "status", "generate", "chat", "verify", "demo", "models"])
 def test_every_command_offers_json(run, name):
     assert "--json" in run(name, "--help").stdout
+
+
+# Each with what it takes besides.
+COMMANDS_WITH_JSON = {
+    "models": "",
+    "generate": "hello",
+    "status": "",
+    "top": "--once --every 0.2",
+    "cache top": "--once --every 0.2",
+    "cache ls": "",
+    "cache ls --blocks": "",
+    "cache stat": "",
+    "cache show": "aaaabbbb",
+    "cache why-miss": "aaaabbbb",
+    "cache pin": "--prefix aaaabbbb",
+    "cache unpin": "--prefix aaaabbbb",
+    "cache ttl": "--prefix aaaabbbb --in 5m",
+    "cache evict": "--all",
+    "cache warm": "-",
+    "nodes ls": "",
+    "nodes drain": "here",
+    "tenants ls": "",
+    "tenants quota": "acme --none",
+    "tenants new-key": "",
+    "config show": "",
+}
+
+
+def test_the_keys_that_json_prints_are_those_of_the_documents_table(run, small_gateway):
+    """Fails when a script that goes by the page finds another key, or none."""
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*) \| (`[^|]*`) \|$", page.partition("| keys |")[2], re.MULTILINE)
+    words = re.compile("`(.*?)`")
+    documented = {name: set(words.findall(keys)) for names, keys in rows for name in words.findall(names)}
+    fill(small_gateway, "aaaabbbb.")
+    small_gateway.drain_steps = [{"done": True, "state": "drained"}]
+    for name, rest in COMMANDS_WITH_JSON.items():
+        done = run(*name.split(), *rest.split(), "--json", input="aaaacccc.\n")
+        assert set(json.loads(done.stdout)) == documented[name], name
 
 
 def test_chat_keeps_its_history_and_shows_what_was_cached(run, small_gateway):

@@ -96,6 +96,12 @@ def test_a_holder_that_does_not_answer_is_named_and_once_exits_9(run, small_gate
         assert "incomplete: worker:d0: did not answer" in done.output
 
 
+def test_a_holder_that_tells_its_blocks_and_not_its_books_is_named_too(run, small_gateway):
+    """Fails when a listing that is whole hides that the rates are not."""
+    small_gateway.bookless_holders = {"worker:d0"}
+    assert run("cache", "top", "--once", "--every", "0.2", "--prefixes", "3").exit_code == 9
+
+
 def start_top(small_gateway, *options: str, **streams) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "headrace.admin.cli", "cache", "top", "--address", small_gateway.address]
     return subprocess.Popen([*command, "--every", "0.2", *options], **streams)

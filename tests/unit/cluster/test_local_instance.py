@@ -6,10 +6,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from headrace.blocks.disk_tier import open_disk
 from headrace.blocks.host_arena import budgets_path
 from headrace.compose import own_disk_path
 from headrace.config import StoreSettings
+from headrace.core.errors import ConfigInvalid
 from headrace_cluster.local_instance import (
     INSTANCE_VARIABLE,
     InstanceState,
@@ -68,6 +71,14 @@ def test_the_record_is_read_as_it_was_written_and_a_stranger_with_the_pid_is_not
     write_state(tmp_path, state)
     assert read_state(tmp_path) == state
     assert not is_alive(state)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"instance_id": "a"}', '{"started": [], "of a newer build": 1}'])
+def test_a_record_that_is_not_understood_is_named(tmp_path: Path, text: str):
+    """Fails when `up` or `down` ends in a traceback after a power cut or a change of version."""
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(ConfigInvalid, match=r"state\.json is not understood"):
+        read_state(tmp_path)
 
 
 def test_after_a_hard_kill_nothing_of_the_store_node_is_left_but_strangers_files(tmp_path: Path):
