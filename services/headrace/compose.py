@@ -18,7 +18,7 @@ from headrace.blocks.host_arena import arena_path as arena_path_of
 from headrace.blocks.host_arena import host_id
 from headrace.config import DEFAULT_MODEL, Config, EngineSettings, GatewaySettings, ModelSettings, StoreSettings
 from headrace.core.block import HashAlgorithm
-from headrace.core.clock import SystemClock
+from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import (
     ControlReport,
@@ -306,13 +306,10 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     from headrace.gateway.refuse_call import refuse_by_raising, refuse_call
     from headrace.gateway.service import GatewayService
     from headrace.gateway.tenants_file import TenantsFile
-    from headrace.index.index_mirror import IndexMirror
-    from headrace.index.redis_index import RedisIndex
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import RouteMetrics
-    from headrace.telemetry.metered_ports import MeteredBlockIndex, MeteredWorkerCalls
+    from headrace.telemetry.metered_ports import MeteredWorkerCalls
     from headrace.telemetry.metrics import Metrics
-    from headrace.telemetry.mirror_collector import MirrorCollector
     from headrace.telemetry.traced_ports import TracedBlockIndex, TracedWorkerCalls
     from headrace.transfer.channels import Channels
     from headrace.transfer.check_network import check_network
@@ -323,12 +320,9 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     clock, metrics, parts, channels = SystemClock(), Metrics(), AsyncExitStack(), Channels(tls)
     gateway_id = gateway_id or secrets.token_hex(6)
     tracing = _start_tracing(config, parts, part="gateway", instance_id=gateway_id)
-    index = RedisIndex(config.index.redis_url, clock=clock)
-    metered_index = MeteredBlockIndex(index, metrics=metrics, clock=clock)
-    mirror = IndexMirror(metered_index, config.index.redis_url, clock=clock)
-    MirrorCollector(mirror.stat, metrics=metrics)
+    mirror = _mirror_index(config, clock, metrics, parts)
     membership = RedisMembership(config.index.redis_url, clock=clock)
-    for close in (index.close, mirror.close, membership.close, channels.close):
+    for close in (membership.close, channels.close):
         parts.push_async_callback(close)
     metrics_port = _serve_metrics(config, metrics, parts)
     observer = RouteMetrics(metrics)
@@ -369,6 +363,21 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
         index_known=mirror.settled,
         parts=parts,
     )
+
+
+def _mirror_index(config: Config, clock: Clock, metrics: Any, parts: AsyncExitStack) -> Any:
+    """The gateway's mirror over the index in Redis; both close with its parts."""
+    from headrace.index.index_mirror import IndexMirror
+    from headrace.index.redis_index import RedisIndex
+    from headrace.telemetry.metered_ports import MeteredBlockIndex
+    from headrace.telemetry.mirror_collector import MirrorCollector
+
+    index = RedisIndex(config.index.redis_url, clock=clock)
+    mirror = IndexMirror(MeteredBlockIndex(index, metrics=metrics, clock=clock), config.index.redis_url, clock=clock)
+    for close in (index.close, mirror.close):
+        parts.push_async_callback(close)
+    MirrorCollector(mirror.stat, metrics=metrics)
+    return mirror
 
 
 class StoreNode:
