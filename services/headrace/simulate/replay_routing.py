@@ -53,6 +53,7 @@ class RoutingResult:
     ttft_s_p90: float
     ttft_s_p99: float
     slo_share: float  # requests within both the TTFT and the ITL target
+    goodput_per_s: float  # so many of them, from the first arrival to the last token
     itl_ms_p50: float
     itl_ms_p90: float
     imbalance: float  # the busiest prefill worker's seconds over the mean
@@ -117,6 +118,8 @@ def _sum_up(policy: str, load: float, outcomes: Sequence[Outcome], fleet: Simula
     ideal = sum(outcome.request.ideal_tokens for outcome in outcomes)
     busy_s = fleet.busy_s[list(model.prefillers)]
     p50, p90, p99 = (float(np.percentile(ttft, q)) for q in (50, 90, 99))
+    is_good = (ttft < model.ttft_slo_s) & (itl < model.itl_slo_s)
+    span_s = fleet.now_s - min(outcome.request.arrival_s for outcome in outcomes)
     return RoutingResult(
         policy=policy,
         load=load,
@@ -126,7 +129,8 @@ def _sum_up(policy: str, load: float, outcomes: Sequence[Outcome], fleet: Simula
         ttft_s_p50=p50,
         ttft_s_p90=p90,
         ttft_s_p99=p99,
-        slo_share=float(np.mean((ttft < model.ttft_slo_s) & (itl < model.itl_slo_s))),
+        slo_share=float(np.mean(is_good)),
+        goodput_per_s=float(np.sum(is_good) / span_s),
         itl_ms_p50=float(np.percentile(itl, 50)) * 1_000,
         itl_ms_p90=float(np.percentile(itl, 90)) * 1_000,
         imbalance=float(busy_s.max() / busy_s.mean()) if busy_s.any() else 1.0,

@@ -9,7 +9,7 @@ from headrace.admin.cli import main
 
 ROW = {
     "policy", "load", "hit_share_of_ideal", "ttft_s_p50", "ttft_s_p90", "ttft_s_p99", "slo_share", "itl_ms_p90",
-    "imbalance", "fetched_gb",
+    "imbalance", "fetched_gb", "goodput_per_s",
 }  # fmt: skip
 
 

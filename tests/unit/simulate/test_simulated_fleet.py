@@ -142,6 +142,15 @@ def test_load_one_means_that_cold_prefills_would_just_fill_the_workers():
         assert work_s / span_s / len(model.prefillers) == pytest.approx(load, rel=0.01)
 
 
+@pytest.mark.parametrize(("itl_slo_s", "good"), [(0.05, 2), (0.005, 0)])
+def test_goodput_is_the_requests_in_time_over_the_seconds_until_the_last_token(itl_slo_s: float, good: int):
+    """The second of two comes after 10 s, and ends 0.36 s and ten gaps of 10 ms later."""
+    model = replace(ONE_EACH, itl_slo_s=itl_slo_s)
+    requests = [make_request(0, 0.0, (1, 2, 3)), make_request(1, 10.0, (4, 5, 6))]
+    result = replay_routing(requests, model, ROUTING_POLICIES["least-work"], block_tokens=BLOCK, load=0.0)
+    assert result.goodput_per_s == pytest.approx(good / 10.46, rel=0.01)
+
+
 def test_waiting_longer_outweighs_being_short():
     """Shortest remaining first must not starve: a long prompt's turn comes."""
     fleet = SimulatedFleet(ONE_EACH, block_tokens=BLOCK, order=HeadracePolicy.order)
