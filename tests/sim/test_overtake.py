@@ -9,6 +9,7 @@ from test_split_load import BLOCK_S, LEASE_S, NUM_BLOCKS, Holders, timed
 from virtual_loop import run_virtual
 
 from headrace.core.block import CacheSource
+from headrace.core.generation import ALL_SOURCES
 from headrace.core.overtake_limits import (
     OVERTAKE_LOOK_MS,
     OVERTAKE_ROUND_TRIP_MAX_MS,
@@ -17,6 +18,7 @@ from headrace.core.overtake_limits import (
 )
 from headrace.core.step_costs import PrefillCost
 from headrace.core.transfer_budget import TransferBudget
+from headrace.transfer.load_prefix import asked_ways
 from headrace.transfer.timed_nodes import TimedStoreNodes
 
 B = LAYOUT.block_tokens
@@ -106,6 +108,23 @@ def test_a_round_trip_lasts_until_the_first_block_is_there():
         assert BLOCK_S <= nodes.times.round_trip_s([("b", CacheSource.GRPC)]) <= BLOCK_S + 2 * LEASE_S
 
     run_virtual(main, seed=1, stalls=0.0)
+
+
+def test_a_node_that_never_has_anything_leaves_others_no_more_time_than_theirs():
+    """Fails when a silent node may take a quarter of a second because the host's own one has nothing, each time."""
+
+    async def main(clock):
+        holders = Holders(clock, {"a": 0, "b": NUM_BLOCKS})
+        await holders.store()
+        nodes, holders.stores["b"].block_s = TimedStoreNodes(holders.nodes, clock), 0.002
+        holders.nodes = nodes
+        for _ in range(ROUND_TRIPS_KNOWN):
+            assert (await holders.load()).num_blocks == NUM_BLOCKS
+        ways = asked_ways(nodes, ALL_SOURCES, ["b"])
+        assert len(ways) == 2
+        assert nodes.times.round_trip_s(ways) <= 2 * LEASE_S + 0.002
+
+    run_virtual(main, seed=0, stalls=0.0)
 
 
 def test_a_way_that_has_become_longer_is_found_out():

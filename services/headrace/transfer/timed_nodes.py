@@ -2,8 +2,9 @@
 
 A transfer lasts from the wish for a lease to its release: what a reader waits for, copying and checking included. Only
 whole transfers that delivered something are measured, in bytes of payload. A round trip lasts from the wish for a lease
-until the first block is there: nothing is saved sooner. One that was given up took at least so long. Everything passes
-through unchanged; what a lease says of operators' orders is told besides.
+until the first block is there: nothing is saved sooner. One that was given up took at least so long. A node that says
+that it has nothing has answered, too: its way is known. Everything passes through unchanged; what a lease says of
+operators' orders is told besides.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ class _Link:
     fit: LinkFit
     has_delivered: bool = False
     round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=ROUND_TRIPS_KEPT))
+    num_answers: int = 0  # first blocks, and the word that there are none
     silent_s: float = 0.0  # the longest that was waited in vain since a block came last
 
 
@@ -43,7 +45,7 @@ class LinkTimes:
 
     def __init__(self, *, patience_s: float = OVERTAKE_ROUND_TRIP_MIN_MS / 1000) -> None:
         """patience_s: no round trip counts as shorter."""
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._links: OrderedDict[Way, _Link] = OrderedDict()
 
     def add(self, node_id: str, via: CacheSource, *, num_bytes: int, seconds: float) -> None:
@@ -55,8 +57,13 @@ class LinkTimes:
     def add_round_trip(self, way: Way, seconds: float) -> None:
         """The first block came after so long."""
         link = self._link(way)
+        link.num_answers += 1
         link.round_trips_s.append(seconds)
         link.silent_s = 0.0
+
+    def add_nothing(self, way: Way) -> None:
+        """The node said that it has nothing of what was asked for."""
+        self._link(way).num_answers += 1
 
     def add_given_up(self, way: Way, seconds: float) -> None:
         """Nobody waits for the first block any more, after so long: it would have taken longer."""
@@ -65,10 +72,10 @@ class LinkTimes:
 
     def round_trip_s(self, ways: Iterable[Way]) -> float:
         """How long the slowest of these may take for its first block: as long as any lately took, within limits."""
-        longest_s, most_s = self._patience_s, max(self._patience_s, OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
+        longest_s, most_s = self.patience_s, max(self.patience_s, OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
         for way in ways:
             link = self._links.get(way)
-            if link is None or len(link.round_trips_s) < ROUND_TRIPS_KNOWN:
+            if link is None or link.num_answers < ROUND_TRIPS_KNOWN:
                 return most_s
             longest_s = max(longest_s, link.silent_s, *link.round_trips_s)
         return min(longest_s, most_s)
@@ -169,8 +176,10 @@ class _TimedSource:
             if not terms.wait_s:
                 self._times.add_given_up(self._key, self._clock.now_s() - asked_s)
             raise
-        if not terms.wait_s:
+        if not terms.wait_s and lease.headers:
             self._begun[lease.lease_id] = (asked_s, 0)
+        elif not terms.wait_s:
+            self._times.add_nothing(self._key)
         if lease.ends:
             self._tell_ends(namespace, lease.ends)
         return lease
