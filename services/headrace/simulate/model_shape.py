@@ -145,7 +145,7 @@ def read_windows(config: dict[str, Any]) -> tuple[int | None, ...]:
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 
 # What a Gemma's config.json leaves out where it is as its authors' code has it.
-_LEFT_OUT = {
+_LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma2": {"tie_word_embeddings": True},
     "gemma3_text": {
         "num_attention_heads": 8,
