@@ -14,6 +14,7 @@ Knows arrays only: who the workers are, what the numbers came from and what happ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,16 +60,16 @@ class Copy:
     array, [num_workers]."""
 
     tokens: int | Ints
-    token_bytes: int
+    token_bytes: float  # in the mean
     link: LinkCost
     link_busy_s: Floats  # until the link is free for us, [num_workers]
     # Of the last `window_tokens` of what is fetched, so many bytes more: of layers that see no more than those.
     window_tokens: int = 0
     window_token_bytes: int = 0
 
-    def moved_bytes(self, tokens: Ints) -> Ints:
+    def moved_bytes(self, tokens: Ints) -> NDArray[Any]:
         """What fetching so many tokens moves."""
-        moved = tokens * self.token_bytes
+        moved: NDArray[Any] = tokens * self.token_bytes
         return moved + np.minimum(tokens, self.window_tokens) * self.window_token_bytes if self.window_tokens else moved
 
 

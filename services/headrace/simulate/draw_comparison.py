@@ -80,11 +80,11 @@ def _draw_lines(panels: Sequence[Any], rows: Sequence[Mapping[str, Any]], loads:
         ours = [row[field] for row in rows if row["policy"] == OURS] or [min(row[field] for row in rows)]
         for number, name in enumerate(names):
             at = {row["load"]: row[field] * scale for row in rows if row["policy"] == name}
-            style = {"color": OURS_COLOUR, "linewidth": 2.6, "zorder": 3} if name == OURS else {"linewidth": 1.3}
-            style.setdefault("color", muted[number % len(muted)])
+            colour, width = (OURS_COLOUR, 2.6) if name == OURS else (muted[number % len(muted)], 1.3)
             marker = "os^vDPX*"[number % 8]
             panel.plot([load for load in loads if load in at], [at[load] for load in loads if load in at],
-                       marker=marker, markersize=5, label=name, **style)  # fmt: skip
+                       marker=marker, markersize=5, label=name, color=colour, linewidth=width,
+                       zorder=3 if name == OURS else 2)  # fmt: skip
         panel.set(title=label, ylabel=unit, xlabel="load (cold prefill work / capacity)", xticks=loads)
         highest = max(row[field] for row in rows) * 1.05
         panel.set_ylim(0, min(highest, SHOWN_TIMES_MAX * max(ours)) if scale == 1.0 else 103)

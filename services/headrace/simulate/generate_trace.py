@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.simulate.read_trace import Trace, TracedRequest
@@ -86,8 +87,8 @@ def generate_trace(
 
 def parse_shape(settings: tuple[str, ...]) -> WorkloadShape:
     """`name=value` settings over the defaults. Raises InvalidRequest naming the one that is wrong."""
-    kinds = {field.name: type(field.default) for field in fields(WorkloadShape)}
     shape = WorkloadShape()
+    kinds: dict[str, Any] = {field.name: type(getattr(shape, field.name)) for field in fields(shape)}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in kinds:
