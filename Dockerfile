@@ -6,18 +6,21 @@
 #   docker build --target cuda --tag headrace:0.1.0 .
 #
 # docs/kubernetes.md tells the rest: the bill of materials, and what was tried of this file.
-# Every package is pinned in docker/requirements.txt; torch, whose builds differ, is pinned here.
+# Every package is pinned in docker/requirements.txt; torch, whose builds differ, and what builds the wheel are pinned here.
 
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG TORCH_VERSION=2.13.0
+ARG SETUPTOOLS_VERSION=84.2.1
 
 # The wheel of this repository.
 FROM ${PYTHON_IMAGE} AS wheel
+ARG SETUPTOOLS_VERSION
+RUN pip install --no-cache-dir "setuptools==${SETUPTOOLS_VERSION}"
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY services services
 COPY cluster cluster
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 # An environment with all that Headrace needs but torch. It is made where it will lie: its scripts name their Python.
 FROM ${PYTHON_IMAGE} AS packages

@@ -168,6 +168,10 @@ keep strangers out. KV events know no TLS. */}}
 {{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.passwordSecret.name) -}}
 {{- fail "redis.passwordSecret.name is needed with the bundled Redis: it is never open" -}}
 {{- end -}}
+{{- $redisLimit := include "headrace.mebibytes" .Values.redis.bundled.resources.limits.memory | int64 -}}
+{{- if and (eq .Values.redis.mode "bundled") (gt $redisLimit 0) (le $redisLimit (int64 .Values.redis.bundled.maxMemoryMb)) -}}
+{{- fail (printf "redis.bundled.maxMemoryMb is %d, and its container is ended at resources.limits.memory, %s" (int64 .Values.redis.bundled.maxMemoryMb) .Values.redis.bundled.resources.limits.memory) -}}
+{{- end -}}
 {{- if and (or .Values.redis.external.username .Values.redis.external.usernameSecret.name) (not .Values.redis.passwordSecret.name) -}}
 {{- fail "redis.passwordSecret.name is needed with redis.external.username and usernameSecret" -}}
 {{- end -}}
@@ -195,14 +199,15 @@ keep strangers out. KV events know no TLS. */}}
 {{- if and .Values.tenants.secretName (not .Values.tenants.adminKeySecret.name) -}}
 {{- fail "tenants.adminKeySecret.name is needed with tenants.secretName: pods drain their store nodes by it" -}}
 {{- end -}}
-{{- if and .Values.tenants.secretName .Values.monitoring.serviceMonitor.enabled (not .Values.monitoring.serviceMonitor.apiKeySecret) -}}
-{{- fail "monitoring.serviceMonitor.apiKeySecret is needed with tenants.secretName: /metrics is for admins" -}}
+{{- if and .Values.monitoring.prometheusRule.enabled (not .Values.monitoring.serviceMonitor.enabled) -}}
+{{- fail "monitoring.serviceMonitor.enabled is needed with monitoring.prometheusRule.enabled: rules ask for what it scrapes, under its labels, and one of them fires where there is nothing" -}}
 {{- end -}}
 {{- if and .Values.tls.callersAuthoritySecret.name (not .Values.tls.callersSecret.name) -}}
 {{- fail "tls.callersSecret.name is needed with tls.callersAuthoritySecret: who asks for certificates shows one" -}}
 {{- end -}}
-{{- if and .Values.monitoring.podMonitor.enabled .Values.networkPolicies.enabled (not .Values.networkPolicies.prometheus) -}}
-{{- fail "networkPolicies.prometheus is needed with monitoring.podMonitor.enabled: the policies let nobody else read metrics of store nodes and workers" -}}
+{{- $monitored := or .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled -}}
+{{- if and $monitored .Values.networkPolicies.enabled (not .Values.networkPolicies.prometheus) -}}
+{{- fail "networkPolicies.prometheus is needed with monitoring.serviceMonitor and monitoring.podMonitor: the policies let nobody else read metrics" -}}
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs is needed with httpRoute.enabled" -}}

@@ -222,6 +222,8 @@ spec:
     - maxSkew: {{ $values.topologySpread.maxSkew }}
       topologyKey: {{ $values.topologySpread.topologyKey }}
       whenUnsatisfiable: {{ $values.topologySpread.whenUnsatisfiable }}
+      # Each cluster by itself: the one that it replaces is gone soon.
+      matchLabelKeys: [ray.io/cluster]
       # Nodes whose taints the pods do not tolerate, such as gateways' those of GPU nodes, are no places that stay empty.
       nodeTaintsPolicy: Honor
       labelSelector:
@@ -263,9 +265,13 @@ spec:
         - name: client
           containerPort: 10001
         {{- end }}
-        {{- if $isGateway }}
+        {{- if or $isHead $isGateway }}
+        # On the head also where no gateway is: some KubeRay versions take the port of their Service from there, and bring
+        # no cluster into service without it.
         - name: serve
           containerPort: 8000
+        {{- end }}
+        {{- if $isGateway }}
         - name: grpc
           containerPort: 9000
         {{- end }}
@@ -283,12 +289,12 @@ spec:
               - /bin/sh
               - -c
               - |
+                # In pods of workers, too: those of a cluster that was replaced end together, and streams need both.
+                sleep {{ $values.drain.gatewaySeconds }} &
                 {{- if .withArena }}
                 timeout {{ $values.drain.storeSeconds }} headrace nodes drain "$HOSTNAME" {{ include "headrace.callOptions" $root }} || true
                 {{- end }}
-                {{- if $isGateway }}
-                sleep {{ $values.drain.gatewaySeconds }}
-                {{- end }}
+                wait
       {{- end }}
       volumeMounts:
         - name: shared-memory
@@ -436,11 +442,12 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Time for the pod to end: its drains, half a minute that Ray takes to drain its node, and some for the processes. */}}
+{{/* Time for the pod to end: its streams and its drain, half a minute that Ray takes to drain its node, and some for the
+processes. */}}
 {{- define "headrace.graceSeconds" -}}
 {{- $drain := .root.Values.drain -}}
 {{- $isGateway := eq .component (include "headrace.gatewayComponent" .root) -}}
-{{ add 45 (ternary (int $drain.storeSeconds) 0 .withArena) (ternary (int $drain.gatewaySeconds) 0 $isGateway) }}
+{{ add 45 (max (ternary (int $drain.storeSeconds) 0 .withArena) (ternary (int $drain.gatewaySeconds) 0 (or .withArena $isGateway))) }}
 {{- end -}}
 
 {{/*

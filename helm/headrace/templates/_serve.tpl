@@ -22,6 +22,17 @@
 {{- if include "headrace.insecure" . -}}
 {{- $settings = set $settings "insecure_network" true -}}
 {{- end -}}
+{{- /* A number that stays is Serve's to know and no argument, so that a change of it replaces no worker. */ -}}
+{{- $replicas := dict -}}
+{{- range $kind := list "gateways" "prefill_workers" "decode_workers" -}}
+{{- $number := get $settings $kind | int -}}
+{{- $most := printf "%s_max" $kind -}}
+{{- if le (get $settings $most | int) $number -}}
+{{- $replicas = set $replicas $kind $number -}}
+{{- $settings = set $settings $kind (min 1 $number) -}}
+{{- $settings = omit $settings $most -}}
+{{- end -}}
+{{- end -}}
 {{- $prefill := gt (int $settings.prefill_workers) 0 -}}
 {{- $together := and $values.workersTogether $prefill -}}
 {{- $sharers := ternary (add (int $values.decodePods.perPod) (int $values.prefillPods.perPod)) (int $values.decodePods.perPod) $together -}}
@@ -55,6 +66,9 @@ applications:
       {{- end }}
     deployments:
       - name: Gateway
+        {{- with get $replicas "gateways" }}
+        num_replicas: {{ . }}
+        {{- end }}
         graceful_shutdown_timeout_s: {{ int $values.drain.replicaSeconds }}
         ray_actor_options:
           num_cpus: 0.1
@@ -62,6 +76,9 @@ applications:
             headrace_gateway: 1
       {{- if $prefill }}
       - name: PrefillWorker
+        {{- with get $replicas "prefill_workers" }}
+        num_replicas: {{ . }}
+        {{- end }}
         graceful_shutdown_timeout_s: {{ int $values.drain.replicaSeconds }}
         ray_actor_options:
           num_cpus: 0.1
@@ -70,6 +87,9 @@ applications:
             headrace_prefill: 1
       {{- end }}
       - name: DecodeWorker
+        {{- with get $replicas "decode_workers" }}
+        num_replicas: {{ . }}
+        {{- end }}
         graceful_shutdown_timeout_s: {{ int $values.drain.replicaSeconds }}
         ray_actor_options:
           num_cpus: 0.1

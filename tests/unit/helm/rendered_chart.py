@@ -25,7 +25,7 @@ EVERYTHING: Values = {
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "outer"}], "hostnames": ["headrace.example"]},
     "grpcRoute": {"enabled": True, "parentRefs": [{"name": "outer"}], "hostnames": ["grpc.headrace.example"]},
     "monitoring": {
-        "serviceMonitor": {"enabled": True, "apiKeySecret": "headrace-admin"},
+        "serviceMonitor": {"enabled": True},
         "podMonitor": {"enabled": True},
         "prometheusRule": {"enabled": True},
         "grafanaDashboard": {"enabled": True},
@@ -58,6 +58,7 @@ EXTERNAL_REDIS: Values = {
         "mode": "external",
         "external": {"host": "redis.example", "tls": True, "username": "headrace", "caSecret": {"name": "redis-ca"}},
     },
+    "ray": {"redisUserSecret": "headrace-ray-redis"},
     "networkPolicies": {"redis": [{"ipBlock": {"cidr": "10.0.0.2/32"}}]},
 }
 # An external Redis of which nothing but where it is stands in the values.

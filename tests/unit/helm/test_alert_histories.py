@@ -106,6 +106,12 @@ ILL: dict[str, Illness] = {
     "HeadraceManyCallsWithoutKey": Illness(
         [of(GATEWAY, "headrace_refused_calls_total", "0+120x90", reason="unauthenticated")], 22, {}
     ),
+    "HeadraceCertificateEnds": Illness(
+        # Prometheus' clock stands at 0 here: of 30 days there are 12 left.
+        [of(GATEWAY, "headrace_tls_certificate_expiry_timestamp_seconds", f"{12 * 86_400}x90")],
+        61,
+        {"pod": "gateway-1"},
+    ),
     "HeadraceBlocksRefusedOnUse": Illness(
         [of(DECODE, "headrace_verify_failures_total", "0x10 1x80", kind="checksum")], 13, POD
     ),
@@ -153,6 +159,13 @@ WELL = [
     of(GATEWAY, "headrace_index_failures_total", "0x30 2x60", call="longest_prefix"),
     of(GATEWAY, "headrace_index_mirror_lag_seconds", "0.2x30 20x2 0.2x58"),
     of(GATEWAY, "headrace_refused_calls_total", "0+6x90", reason="unauthenticated"),
+    of(GATEWAY, "headrace_tls_certificate_expiry_timestamp_seconds", f"{21 * 86_400}x90"),
+    of(DECODE, "headrace_tls_certificate_expiry_timestamp_seconds", f"{19 * 86_400}x90"),
+    of(
+        DECODE | {"pod": "other-1"} | {"app_kubernetes_io_instance": "other"},
+        "headrace_tls_certificate_expiry_timestamp_seconds",
+        "60x90",
+    ),
     of(DECODE, "headrace_verify_failures_total", "0x90", kind="checksum"),
     faults("store_unavailable", "0x20 5x70"),
     faults("store_full", "0+1x90"),

@@ -9,6 +9,8 @@ import pytest
 import yaml
 from promql import parse
 
+from headrace.telemetry.metrics import TTFT_BUCKETS_S
+
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "helm" / "headrace" / "files"
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -32,6 +34,15 @@ def test_an_alert_compares_something_waits_a_while_and_says_what_it_means(rule):
     assert 1 <= minutes <= 60
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(rule["annotations"]) == {"summary", "action", "runbook"}
+
+
+def test_a_latency_that_an_alert_compares_is_the_edge_of_a_bucket():
+    """Between edges Prometheus guesses: a threshold there would fire, or not, by where in a bucket it lies."""
+    quantiles = [rule["expr"] for rule in rules() if "histogram_quantile" in rule["expr"]]
+    assert len(quantiles) == 1
+    for expression in quantiles:
+        assert "headrace_time_to_first_token_seconds_bucket" in expression
+        assert float(expression.rpartition(">")[2]) in TTFT_BUCKETS_S
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])

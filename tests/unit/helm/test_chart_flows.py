@@ -3,7 +3,10 @@
 import json
 import re
 import shlex
+import subprocess
+import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,9 +32,10 @@ from rendered_chart import (
 )
 
 from headrace.admin.cli import main
+from headrace.config import settings_table
 from headrace.core.telemetry_limits import METRICS_PORTS
 from headrace.wire.v1 import admin_pb2, inference_pb2
-from headrace_cluster.serve_app import SCALE_IN_GRACE_S
+from headrace_cluster.serve_app import REPLICA_GRACE_S
 
 RAY_PORTS = {6379, 8265, 10001, 52365}
 # Ray drains its node for so long before it ends, when its container is told to end.
@@ -196,15 +200,38 @@ def test_a_pod_has_time_for_all_that_it_does_before_it_ends(name: str):
         script = (
             pod["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])
         )
-        waits = [int(n) for n in re.findall(r"(?:timeout|sleep) (\d+)", script[-1])]
-        assert pod["spec"]["terminationGracePeriodSeconds"] >= RAY_DRAIN_S + sum(waits)
+        waits = [int(n) for n in re.findall(r"(?:timeout|sleep) (\d+)", script[-1])]  # beside each other
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= RAY_DRAIN_S + max(waits, default=0)
+
+
+@each
+def test_pods_of_workers_stay_as_long_as_the_streams_of_gateways(name: str):
+    """The pods of a cluster that was replaced end together: fails when a gateway's streams outlive their workers."""
+    scripts = {
+        component: pod["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+        for component, pod in ray_pods(rendered(name)).items()
+    }
+    assert [component for component, script in scripts.items() if script is None] == ["head"] * (len(scripts) > 1)
+    assert {re.findall(r"sleep (\d+) &", script[-1])[0] for script in scripts.values() if script} == {"60"}
+
+
+def test_what_a_pod_does_before_its_end_takes_its_time_and_ends_well(tmp_path: Path):
+    """The command itself, with no gateway to be found. Fails when it does not wait for streams, or a drain that comes
+    to nothing fails the pod's end."""
+    container = ray_pods(render({"drain": {"gatewaySeconds": 2, "storeSeconds": 1}}))["decode"]["spec"]["containers"][0]
+    (tmp_path / "headrace").write_text("#!/bin/sh\nexit 6\n")
+    (tmp_path / "headrace").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTNAME": "decode-1"}
+    began = time.monotonic()
+    subprocess.run(container["lifecycle"]["preStop"]["exec"]["command"], env=environment, check=True, timeout=60)
+    assert time.monotonic() - began >= 2
 
 
 @each
 def test_a_replica_that_is_replaced_has_time_for_its_streams(name: str):
     """As long as a request may take: fails when a deployment has Serve's own few seconds."""
     for deployment in serve_config(rendered(name))["applications"][0]["deployments"]:
-        assert deployment["graceful_shutdown_timeout_s"] >= SCALE_IN_GRACE_S
+        assert deployment["graceful_shutdown_timeout_s"] >= REPLICA_GRACE_S
 
 
 def test_the_drain_before_the_end_is_a_command_that_exists():
@@ -212,7 +239,8 @@ def test_the_drain_before_the_end_is_a_command_that_exists():
     for component in ("prefill", "decode"):
         (container,) = ray_pods(rendered("values"))[component]["spec"]["containers"]
         script = container["lifecycle"]["preStop"]["exec"]["command"][-1]
-        words = shlex.split(script.partition("||")[0])
+        (line,) = (line for line in script.splitlines() if line.startswith("timeout"))
+        words = shlex.split(line.partition("||")[0])
         assert words[:3] == ["timeout", "120", "headrace"]
         command: click.Command = main
         for word in words[3:5]:
@@ -235,10 +263,17 @@ def test_an_admins_key_is_in_the_pods_that_drain_with_it_and_in_no_others():
 
 @each
 def test_what_monitors_scrape_is_let_through(name: str):
-    """Fails for a size that makes a PodMonitor whose targets no policy opens: all of them would be down."""
-    if any(m["kind"] == "PodMonitor" for m in rendered(name)):
+    """Fails for a size that makes a monitor whose targets no policy opens, or no pod has: all of them would be down."""
+    monitors = {m["kind"]: m["spec"] for m in rendered(name) if m["kind"] in ("ServiceMonitor", "PodMonitor")}
+    if monitors:
         (rule,) = policies(name)["metrics"]["ingress"]
         assert rule["from"]
+    if "ServiceMonitor" in monitors:
+        chosen = one(rendered(name), "Service", "-gateway")["spec"]["selector"].items()
+        (pod,) = (p for p in ray_pods(rendered(name)).values() if chosen <= p["metadata"]["labels"].items())
+        declared = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+        asked = {endpoint["targetPort"] for endpoint in monitors["ServiceMonitor"]["endpoints"]}
+        assert asked == {port for port in declared if port.startswith("metrics-")} - {"metrics-0"}
 
 
 def test_the_drain_checks_the_gateways_certificate_where_there_is_one():
@@ -363,6 +398,20 @@ def test_every_alert_is_explained_in_the_documentation():
     for path in (CHART / "files").rglob("*.yaml"):
         for rule in (r for group in yaml.safe_load(path.read_text("utf-8"))["groups"] for r in group["rules"]):
             assert re.search(rf"\b{rule['alert']}\b", pages), rule["alert"]
+
+
+def test_thresholds_that_follow_from_values_do():
+    """Fails when pins are refused far below the share that is watched, or a short certificate is always called late."""
+    values = merged(EVERYTHING, {"settings": {"pin_share": 0.25}, "tls": {"days": 2}})
+    found = {}
+    for name, manifests in (("default", rendered("everything")), ("changed", render(values))):
+        groups = one(manifests, "PrometheusRule")["spec"]["groups"]
+        found[name] = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    assert settings_table()["pin_share"][1].default == 0.5
+    assert found["default"]["HeadracePinsNearTheirShare"].endswith("> 0.8 * 0.5")
+    assert found["changed"]["HeadracePinsNearTheirShare"].endswith("> 0.8 * 0.25")
+    assert found["default"]["HeadraceCertificateEnds"].endswith("< 0.5 * 30 * 86400")
+    assert found["changed"]["HeadraceCertificateEnds"].endswith("< 0.5 * 2 * 86400")
 
 
 def test_alerts_ask_for_their_own_release_only():

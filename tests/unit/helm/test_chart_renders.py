@@ -154,18 +154,46 @@ def test_every_deployment_finds_pods_with_the_resource_it_asks_for(name: str):
         resources = json.loads(json.loads(group["rayStartParams"].get("resources", '"{}"')))
         for key, each in resources.items():
             offered[key] += each * group["maxReplicas"]
+    settings = merged(size("values"), RENDERS[name])["settings"]
     config = serve_config(manifests)["applications"][0]
-    settings, deployments = config["args"], {d["name"]: d for d in config["deployments"]}
+    deployments = {d["name"]: d for d in config["deployments"]}
     for deployment, key, setting in (
         ("Gateway", "headrace_gateway", "gateways"),
         ("PrefillWorker", "headrace_prefill", "prefill_workers"),
         ("DecodeWorker", "headrace_decode", "decode_workers"),
     ):
-        most = max(settings[setting], settings.get(f"{setting}_max", 0))
-        assert (deployment in deployments) == (most > 0)
-        if most:
+        number, most = settings[setting], settings.get(f"{setting}_max", 0)
+        assert (deployment in deployments) == (number > 0)
+        if number:
             assert deployments[deployment]["ray_actor_options"]["resources"] == {key: 1}
-            assert offered[key] >= most
+            assert offered[key] >= max(number, most)
+            # Serve takes one of the two: a number that stays, or what the application says of its bounds.
+            assert deployments[deployment].get("num_replicas") == (None if most > number else number)
+            if most > number:
+                assert (config["args"][setting], config["args"][f"{setting}_max"]) == (number, most)
+
+
+def test_a_number_of_workers_that_stays_is_no_argument_so_that_another_one_replaces_nobody():
+    """Serve replaces all replicas when an argument changes, and none for another `num_replicas`."""
+    few, many = (
+        serve_config(render({"settings": {"gateways": n, "prefill_workers": n, "decode_workers": 2 * n}}))
+        for n in (2, 3)
+    )
+    first, second = few["applications"][0], many["applications"][0]
+    assert first["args"] == second["args"]
+    assert [d["num_replicas"] for d in first["deployments"]] == [2, 2, 4]
+    assert [d["num_replicas"] for d in second["deployments"]] == [3, 3, 6]
+    app = serve_app({**first["args"], "redis_url": "redis://127.0.0.1:1/0", "insecure_network": True})
+    assert app._bound_deployment.num_replicas == 1
+    # Without prefill workers decode workers compute prompts as well, which the application must know.
+    assert serve_config(render({"settings": {"prefill_workers": 0}}))["applications"][0]["args"]["prefill_workers"] == 0
+
+
+@each_render
+def test_kuberay_finds_the_port_of_its_service_at_the_head(name: str):
+    """KubeRay 1.5 takes no cluster into service whose head declares no port named `serve`, wherever gateways are."""
+    head = ray_pods(rendered(name))["head"]["spec"]["containers"][0]
+    assert {p["name"]: p["containerPort"] for p in head["ports"]}["serve"] == 8000
 
 
 @each_render
@@ -248,6 +276,15 @@ def test_the_url_and_the_user_of_a_redis_can_come_from_secrets():
     assert store["redisUsername"] == {"valueFrom": {"secretKeyRef": {"name": "redis-user", "key": "username"}}}
 
 
+def test_ray_has_a_user_of_its_own_in_an_external_redis():
+    """Headrace's ACL user reaches no key of Ray's: fails when the head is given that one, and ends."""
+    for name in ("everything-external", "values-multinode"):
+        store = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+        for field in ("username", "password"):
+            source = {"secretKeyRef": {"name": "headrace-ray-redis", "key": field}}
+            assert store[f"redis{field.capitalize()}"] == {"valueFrom": source}
+
+
 def test_without_a_secret_url_the_user_of_a_secret_goes_into_the_url():
     values = {"redis": {**REDIS_BY_SECRETS["redis"], "external": {**REDIS_BY_SECRETS["redis"]["external"]}}}
     del values["redis"]["external"]["urlSecret"]
@@ -307,6 +344,9 @@ def test_ray_asks_for_its_token(name: str):
         ({"redis": {"mode": "external"}}, "external.host"),
         ({"redis": {"passwordSecret": {"name": ""}}}, "never open"),
         ({"monitoring": {"podMonitor": {"enabled": True}}}, "networkPolicies.prometheus"),
+        ({"monitoring": {"serviceMonitor": {"enabled": True}}}, "networkPolicies.prometheus"),
+        ({"monitoring": {"prometheusRule": {"enabled": True}}}, "serviceMonitor.enabled is needed"),
+        ({"redis": {"bundled": {"maxMemoryMb": 1024}}}, "maxMemoryMb"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({"grpcRoute": {"enabled": True}}, "grpcRoute.parentRefs"),
         ({"ingress": {"enabled": True}}, "without keys"),
@@ -400,6 +440,7 @@ def test_every_value_changes_the_render(path: str, default: Any):
         REDIS_CLUSTER,
         merged(EVERYTHING, CALLERS_SHOW),
         merged(SENTINEL, {"ray": {"gcsFaultTolerance": False}}),
+        {"networkPolicies": {"prometheus": [{"podSelector": {}}]}},
     ):
         before = base_text(json.dumps(base))
         for candidate in candidates:
@@ -431,7 +472,11 @@ IMMUTABLE = {
 
 
 def immutable_fields(manifests: list[Manifest]) -> dict[str, str]:
-    """Kind, name and field -> value, as JSON; `null` for one that is not set. A hook is made anew each time."""
+    """Kind, name and field -> value, as JSON; `null` for one that is not set. A hook is made anew each time.
+
+    What KubeRay lets nobody change may be set or taken away: by such rules Kubernetes compares what is there before
+    and after.
+    """
     fields = {}
     for manifest in manifests:
         if "helm.sh/hook" in manifest["metadata"].get("annotations", {}):
@@ -441,6 +486,8 @@ def immutable_fields(manifests: list[Manifest]) -> dict[str, str]:
             value: Any = manifest["spec"]
             for step in path.split("."):
                 value = (value or {}).get(step)
+            if value is None and manifest["kind"] == "RayService":
+                continue
             fields[f"{manifest['kind']}/{manifest['metadata']['name']}: {path}"] = json.dumps(value, sort_keys=True)
     return fields
 

@@ -1,5 +1,6 @@
 """What docs/kubernetes.md tells to type: its `helm` commands render, its values and secrets are the chart's."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -43,9 +44,21 @@ def release_of(words: list[str]) -> str:
 
 def test_each_helm_command_renders_the_chart_that_it_names():
     """Fails for a value that was renamed, and for values that the chart refuses together."""
-    assert len(installs()) == 5
+    assert len(installs()) == 9
     for words in installs():
         assert render(values_of(words), release_of(words))
+
+
+def test_the_group_that_the_page_patches_is_that_of_decode_workers():
+    """Fails when the groups change their order, so that whoever wants more decode workers gets other pods."""
+    (patch,) = (json.loads(words[-1]) for words in commands("kubectl") if "patch" in words)
+    groups = one(render({"settings": {"decode_workers": 4}}), "RayService")["spec"]["rayClusterConfig"][
+        "workerGroupSpecs"
+    ]
+    for step in patch:
+        *_, number, field = step["path"].split("/")
+        assert groups[int(number)]["groupName"] == "decode"
+        assert groups[int(number)][field] == step["value"]
 
 
 def selectors_of(manifests: list[Manifest]) -> list[dict[str, Any]]:

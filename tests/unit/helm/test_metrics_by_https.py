@@ -3,13 +3,15 @@
 from rendered_chart import EVERYTHING, one, ray_pods, render
 
 
-def test_the_pod_monitor_reads_by_https_and_trusts_the_authority_of_the_pods():
+def test_the_monitors_read_by_https_and_trust_the_authority_of_the_pods():
     """Fails when Prometheus asks in plain text and finds no target up."""
     manifests = render(EVERYTHING)
     authority = EVERYTHING["tls"]["authoritySecret"]["name"]
     endpoints = one(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    gateways = one(manifests, "ServiceMonitor")["spec"]["endpoints"]
     assert endpoints
-    for endpoint in endpoints:
+    assert [endpoint["targetPort"] for endpoint in gateways] == ["metrics-1"]
+    for endpoint in endpoints + gateways:
         assert endpoint["scheme"] == "https"
         assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == authority
         assert "cert" not in endpoint["tlsConfig"]

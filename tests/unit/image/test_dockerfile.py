@@ -195,9 +195,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for path in paths:
             copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
             copy(ROOT / path, source / path)
-    (build,) = STAGES["wheel"].all("RUN")
+    _, build = STAGES["wheel"].all("RUN")
     # What builds it is not fetched but ours.
-    words = [*shlex.split(build.replace("/wheels", str(wheels))), "--no-build-isolation", "--quiet"]
+    words = [*shlex.split(build.replace("/wheels", str(wheels))), "--quiet"]
     subprocess.run([sys.executable, "-m", *words], cwd=source, check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     install = [
