@@ -108,7 +108,10 @@ class DrawnPlans:
             decode=workers[decode].record(),
             prefill=workers[prefill].record() if prefill else None,
             missing_tokens=len(request.prompt.token_ids) - held * request.prompt.block_tokens,
-            hint_nodes=tuple(holder.removeprefix("node:") for holder in match.best_first()),
+            hint_nodes=tuple(
+                holder.removeprefix("node:")
+                for holder in sorted(match.num_blocks_by_holder, key=match.of, reverse=True)
+            ),
             reason=next(iter(PlanReason)),
             **{field.name: None for field in fields(Plan) if field.name == "decision"},  # only people read it
         )

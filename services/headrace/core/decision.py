@@ -53,10 +53,6 @@ class PlanTerms:
     barred: str = ""  # not empty: why the plan could not be chosen whatever it costs
 
 
-# Terms that make up `cost_s`, by the name of the field. Of wait and fetch only the longer one counts.
-COST_TERMS = ("compute_s", "hand_off_s", "price_s", "interference_s", "decode_s", "memory_s")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanColumns:
     """Some plans side by side: each field of `PlanTerms` as an array of [plans]. Most decisions are never explained:

@@ -192,9 +192,5 @@ class PrefixMatch:
         """Leading blocks that this holder has; 0 when it has none."""
         return self.num_blocks_by_holder.get(holder, 0)
 
-    def best_first(self) -> list[HolderId]:
-        """Holders by length of their run, longest first; ties by name, so that all gateways agree."""
-        return sorted(self.num_blocks_by_holder, key=lambda h: (-self.num_blocks_by_holder[h], h))
-
 
 NO_MATCH = PrefixMatch(num_blocks_by_holder={})

@@ -61,15 +61,6 @@ class PrefixMap(Generic[Key]):
             self._shared.clear()
         return self._shared.setdefault(holders, holders)
 
-    def drop_holder(self, holder: int) -> None:
-        """The holder has nothing any more. Walks all blocks."""
-        self.remove(holder, list(self.blocks_of(holder)))
-
-    def blocks_of(self, holder: int) -> Iterator[Key]:
-        """Every block of one holder. Walks all blocks."""
-        bit = 1 << holder
-        return (block for block, holders in self._block_to_holders.items() if holders & bit)
-
     def blocks(self) -> list[Key]:
         """All blocks, in a list of its own that may be walked while the map changes."""
         return list(self._block_to_holders)

@@ -53,4 +53,3 @@ class LinkCost:
 
 # An 8B model on one H100-class GPU: the constants of the published studies that the simulator is compared with.
 H100_8B_PREFILL = PrefillCost(base_s=0.005, tokens_per_s=12_000.0, attention_s=1.3e-9)
-H100_8B_DECODE = DecodeCost(base_s=0.006, sequence_s=40e-6, kv_token_s=56e-9)

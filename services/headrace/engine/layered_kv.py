@@ -47,11 +47,6 @@ class LayeredKV:
             self.place_of |= {layer: place for place, layer in enumerate(layers)}
         assert sum(window is not None for window in windows.values()) == layout.near_layers
 
-    @property
-    def parts_bytes(self) -> tuple[int, int]:
-        """What one wide and one near part take."""
-        return self.layout.wide.block_bytes, self.layout.near.block_bytes
-
     def is_near(self, layer: int) -> bool:
         """Whether this layer of the model has a window."""
         return self.windows[layer] is not None

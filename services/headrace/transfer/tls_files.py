@@ -86,20 +86,6 @@ def tls_of_parts(network: NetworkSettings) -> Tls | None:
     )
 
 
-def tls_of_front_door(network: NetworkSettings) -> Tls | None:
-    """What callers meet: the same certificate; their own ones are asked for when `tls_client_ca_file` says by whom."""
-    if not network.tls_cert_file:
-        return None
-    return Tls(
-        TlsFiles(
-            cert_file=network.tls_cert_file,
-            key_file=network.tls_key_file,
-            ca_file=network.tls_client_ca_file,
-            ca_setting="tls_client_ca_file",
-        )
-    )
-
-
 def tls_of_client(*, ca_file: str, cert_file: str, key_file: str) -> Tls | None:
     """What a caller trusts and shows; None, plain text, when no file is named. Raises ConfigInvalid."""
     files = TlsFiles(cert_file=cert_file, key_file=key_file, ca_file=ca_file)

@@ -15,7 +15,7 @@ from headrace.core.block import CacheSource, HolderId, hash_prompt
 from headrace.core.candidate_costs import CandidateCosts, Snapshot
 from headrace.core.choose_placement import TIE_S
 from headrace.core.choose_workers import NoWorker, Plan, RoutingRule, choose_workers
-from headrace.core.decision import COST_TERMS, PlanReason, SettledBy
+from headrace.core.decision import PlanReason, SettledBy
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import CacheControl, GenerateRequest, RequestId, SamplingParams, WorkerId
 from headrace.core.limits import DECISION_PLANS_MAX
@@ -36,6 +36,8 @@ RULE = RoutingRule(local_prefill_tokens=8)
 PREFILL = PrefillCost(base_s=0.02, tokens_per_s=300.0, attention_s=0.0)
 DECODE = DecodeCost(base_s=0.02, sequence_s=0.01, kv_token_s=0.0)
 COSTS = LearnedCosts.of(PREFILL, DECODE)
+# What makes up `cost_s`, beside the longer one of wait and fetch.
+COST_TERMS = ("compute_s", "hand_off_s", "price_s", "interference_s", "decode_s", "memory_s")
 
 
 def make_request(num_tokens: int = 30, **changes) -> GenerateRequest:

@@ -56,15 +56,6 @@ def test_blocks_that_the_same_holders_have_share_one_set():
     assert len({id(holders) for holders in blocks._block_to_holders.values()}) == 2
 
 
-def test_a_holder_that_left_has_nothing():
-    blocks = PrefixMap[str]()
-    blocks.add(0, "abc")
-    blocks.add(1, "ab")
-    blocks.drop_holder(0)
-    assert blocks.depths("abc", 2).tolist() == [0, 2]
-    assert list(blocks.blocks_of(0)) == []
-
-
 def test_another_chain_matches_nothing():
     blocks = PrefixMap[str]()
     blocks.add(3, "abc")
