@@ -1,5 +1,5 @@
-"""What Serve's HTTP proxies lack: bounds on what a stranger's connection may cost (`bounded_http.py`; in gRPC, how
-many calls it may have at once), certificates that are renewed (`proxy_tls.py`), and a second gateway for a request
+"""What Serve's HTTP proxies lack: bounds on what a stranger's connection may cost (`bounded_http.py`; for gRPC
+`FRONT_DOOR_OPTIONS`), certificates that are renewed (`proxy_tls.py`), and a second gateway for a request
 whose first one died before it answered.
 
 Serve ends such a request with a bare 500, although nothing of an answer was passed on and another gateway, or the one
@@ -15,7 +15,7 @@ from typing import Any
 from starlette.middleware import Middleware
 
 from headrace.core.errors import WorkerUnavailable
-from headrace.core.front_door_limits import GRPC_CALLS_OF_CONNECTION_MAX, HTTP_KEPT_BYTES_MAX
+from headrace.core.front_door_limits import HTTP_KEPT_BYTES_MAX
 from headrace.core.limits import REQUEST_BODY_BYTES_MAX
 from headrace.wire.openai_reply import render_error
 from headrace.wire.status import http_headers, status_of
@@ -44,6 +44,7 @@ def middlewares() -> list[Middleware]:
     from ray.util.metrics import Counter, Gauge
 
     from headrace.telemetry.metrics import CERTIFICATE_ENDS
+    from headrace.transfer.channels import FRONT_DOOR_OPTIONS
     from headrace_cluster.bounded_http import BoundedHttp
     from headrace_cluster.proxy_tls import set_up_tls
 
@@ -62,7 +63,7 @@ def middlewares() -> list[Middleware]:
         CERTIFICATE_ENDS, description="When the certificate that callers are shown ends, in seconds since 1970."
     )
     set_up_tls(lambda reason: refused.inc(tags={"reason": reason}), shown=ends.set)
-    DEFAULT_GRPC_SERVER_OPTIONS.append(("grpc.max_concurrent_streams", GRPC_CALLS_OF_CONNECTION_MAX))
+    DEFAULT_GRPC_SERVER_OPTIONS.extend(FRONT_DOOR_OPTIONS)
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__qualname__}"
     return [Middleware(TryAgainWhenDied)]
 

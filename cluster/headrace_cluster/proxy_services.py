@@ -10,6 +10,7 @@ more, and Serve's code for a gateway that died is put right.
 """
 
 import asyncio
+import functools
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -22,11 +23,14 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from ray.exceptions import ActorDiedError
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve.exceptions import RequestCancelledError
+from ray.util.metrics import Counter
 
-from headrace.core.errors import DeadlineExceeded
+from headrace.core.errors import DeadlineExceeded, HeadraceError
 from headrace.core.front_door_limits import GRPC_MESSAGE_TIMEOUT_MS, UNREAD_TIMEOUT_MS
-from headrace.gateway.write_message import write_message
-from headrace.wire.await_message import await_message
+from headrace.gateway.message_writer import MessageWriter
+from headrace.telemetry.refused_calls import reason_of
+from headrace.wire.abort_call import say_nothing_of_undelivered
+from headrace.wire.await_message import SilentCalls
 from headrace.wire.refuse_undecodable import refuse_undecodable, refusing
 from headrace.wire.status import message_of, status_of
 from headrace.wire.v1.admin_pb2_grpc import add_CacheAdminServicer_to_server
@@ -64,7 +68,8 @@ def add_guarded(
     """Register a service while the server's factory of handlers gives ours: streams that can be cancelled, and calls
     that refuse what could not be decoded. With the first one, all services of the server wait so long for messages."""
     check_opened_here(server)
-    _await_messages(server, message_timeout_ms)
+    _await_messages(server, SilentCalls(timeout_ms=message_timeout_ms, tell=count_ended))
+    say_nothing_of_undelivered()
     logging.getLogger("asyncio").addFilter(is_worth_a_line)
     factory = server.service_handler_factory
     server.service_handler_factory = _guarded(factory, Presence(ray.util.get_node_ip_address()))
@@ -80,7 +85,21 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], RequestCancelledError))
 
 
-def _await_messages(server: Any, timeout_ms: int) -> None:
+def count_ended(error: HeadraceError, peer: str) -> None:
+    """A proxy ended a call before a gateway heard of it."""
+    _ended_calls().inc(tags={"reason": reason_of(error)})
+
+
+@functools.cache
+def _ended_calls() -> Counter:
+    return Counter(
+        "headrace_grpc_calls_ended",
+        description="gRPC calls that a proxy ended because their message did not come, or was none.",
+        tag_keys=("reason",),
+    )
+
+
+def _await_messages(server: Any, calls: SilentCalls) -> None:
     """`await_message` for all that a server of Serve's has: its own service, which is registered before ours, ours, and
     reflection, which comes last and which no key is asked for either. Serve gives its server no interceptor."""
     if "add_generic_rpc_handlers" in vars(server):
@@ -95,7 +114,7 @@ def _await_messages(server: Any, timeout_ms: int) -> None:
         # After Serve has put its own behaviours into the same mapping, and as it does.
         (service,) = handlers
         service._method_handlers = {
-            name: await_message(handler, timeout_ms=timeout_ms) for name, handler in service._method_handlers.items()
+            name: calls.await_message(handler) for name, handler in service._method_handlers.items()
         }
 
     for handlers in server.generic_rpc_handlers:
@@ -126,7 +145,7 @@ def _guarded(factory: HandlerFactory, presence: Presence) -> HandlerFactory:
         handler = unavailable_when_died(factory(service_method=service_method, streaming_type=streaming_type))
         if streaming_type is gRPCStreamingType.UNARY_STREAM:
             handler = write_stream(naming_caller(handler, presence))
-        return refusing(handler)
+        return refusing(handler, tell=count_ended)
 
     return make
 
@@ -208,12 +227,12 @@ def write_stream(
     so does a client that takes nothing for `unread_timeout_ms`."""
 
     async def handle(request: Any, context: Any) -> None:
-        messages = stream(request, context)
+        messages, writer = stream(request, context), MessageWriter(context, timeout_ms=unread_timeout_ms)
         coming = asyncio.create_task(anext(messages, None))
         try:
             while (message := await coming) is not None:
                 coming = asyncio.create_task(anext(messages, None))
-                await write_message(context, message, timeout_ms=unread_timeout_ms)
+                await writer.write(message)
         except DeadlineExceeded as unread:
             context.set_code(status_of(unread).grpc_code)
             context.set_details(message_of(unread))

@@ -23,10 +23,25 @@ HTTP_BODY_TIMEOUT_MS = 60_000
 # long in all: a tool asks a dozen short questions, and asks anew by another call.
 GRPC_MESSAGE_TIMEOUT_MS = 30_000
 
+# Calls of one proxy that wait for their message at once; beyond it the one that has waited longest is ended, and may be
+# tried again. A message comes with its call: an honest one waits for a round trip, and 4,096 of them in 50 ms are more
+# than a proxy serves. 80 MB at 20 kB each.
+GRPC_SILENT_CALLS_MAX = 4_096
+
 # Calls of one connection at once; a client of gRPC keeps the next one back until one of them has ended. A thousand
-# callers behind one proxy have room, and one connection takes 20 MB at most with calls that say nothing. How many
-# connections there are is not bounded here: gRPC cannot.
+# callers behind one proxy have room.
 GRPC_CALLS_OF_CONNECTION_MAX = 1_024
+
+# Connections to one gRPC port, as many as by HTTP; more are closed before a handshake.
+GRPC_CONNECTIONS_MAX = 2_048
+
+# One on which no call was made for so long is closed, so that who opens many and does nothing does not keep them. Its
+# client opens another one for its next call and notices nothing.
+GRPC_CONNECTION_IDLE_MS = 600_000
+
+# And one of that age takes no new calls, is left the longest request's time for those it has, and is closed. gRPC lets
+# no server end a call whose client takes nothing, not even its status: that call lasts as long as its connection.
+GRPC_CONNECTION_AGE_MS = 3_600_000
 
 # A client that takes nothing for so long while something waits for it is gone or means harm: its connection is closed
 # and its work ends. 60 s are more than any network needs to come back without losing its connections.
@@ -56,6 +71,10 @@ AUDIT_REFUSALS_MS = 1_000
 
 # Addresses named in one such line; more of them are one attack and are counted.
 AUDIT_PEERS_MAX = 16
+
+# What a line keeps of a list and of a text that a caller names: one call may carry half a million hashes, 16 MB of log.
+AUDIT_VALUES_MAX = 16
+AUDIT_CHARS_MAX = 200
 
 # How long calls may go on by a channel whose certificate was replaced: as long as the longest call of all.
 OLD_CHANNEL_GRACE_S = 3_600.0

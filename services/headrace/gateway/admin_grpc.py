@@ -5,7 +5,7 @@ out silently. Prefixes given as text or token ids are tokenised and hashed here,
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from headrace.gateway.admin_scope import AdminScope, admin_scope
 from headrace.gateway.answer_why_miss import answer_why_miss
 from headrace.gateway.audit_log import asked_of, audit
 from headrace.gateway.authenticate import authorization_of
+from headrace.gateway.carry_out import carry_out
 from headrace.gateway.drain_node import drain_node
 from headrace.gateway.evict_everywhere import evict_everywhere
 from headrace.gateway.examine_system import examine_system
@@ -79,7 +80,7 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def Evict(self, request: admin_pb2.EvictRequest, grpc_context: Any) -> admin_pb2.EvictReply:
         """Evict (dry: count) on every holder."""
-        return await self._answer(grpc_context, lambda scope: self._evict(request, scope))
+        return await self._change(grpc_context, lambda scope: self._evict(request, scope))
 
     async def Status(self, request: admin_pb2.StatusRequest, grpc_context: Any) -> admin_pb2.StatusReply:
         """Who is there. When the membership service is away: who was there last, and that it is away."""
@@ -110,19 +111,19 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def Doctor(self, request: admin_pb2.DoctorRequest, grpc_context: Any) -> admin_pb2.DoctorReply:
         """What is well and what is not, and (asked to) what was done about it."""
-        return await self._answer(grpc_context, lambda scope: self._doctor(request, scope))
+        return await self._change(grpc_context, lambda scope: self._doctor(request, scope))
 
     async def Pin(self, request: admin_pb2.PinRequest, grpc_context: Any) -> admin_pb2.ControlReply:
         """Keep a prefix on every node that holds it."""
-        return await self._answer(grpc_context, lambda scope: self._order("Pin", request, scope))
+        return await self._change(grpc_context, lambda scope: self._order("Pin", request, scope))
 
     async def Unpin(self, request: admin_pb2.PinRequest, grpc_context: Any) -> admin_pb2.ControlReply:
         """Take a pin back on every node."""
-        return await self._answer(grpc_context, lambda scope: self._order("Unpin", request, scope))
+        return await self._change(grpc_context, lambda scope: self._order("Unpin", request, scope))
 
     async def SetTtl(self, request: admin_pb2.SetTtlRequest, grpc_context: Any) -> admin_pb2.ControlReply:
         """Have a prefix go at a moment, or take such an order back."""
-        return await self._answer(grpc_context, lambda scope: self._order("SetTtl", request, scope))
+        return await self._change(grpc_context, lambda scope: self._order("SetTtl", request, scope))
 
     async def ListTenants(self, request: admin_pb2.ListTenantsRequest, grpc_context: Any) -> admin_pb2.ListTenantsReply:
         """Tenants, their budgets and what they have on each node."""
@@ -130,7 +131,7 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def SetQuota(self, request: admin_pb2.SetQuotaRequest, grpc_context: Any) -> admin_pb2.SetQuotaReply:
         """A tenant's quota and protected minimum on each node."""
-        return await self._answer(grpc_context, lambda scope: set_quota(self._fleet, scope, request))
+        return await self._change(grpc_context, lambda scope: set_quota(self._fleet, scope, request))
 
     async def DrainNode(
         self, request: admin_pb2.DrainNodeRequest, grpc_context: Any
@@ -177,12 +178,15 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def WriteBlock(self, request: admin_pb2.StoredBlock, grpc_context: Any) -> admin_pb2.WriteBlockReply:
         """Store one block on a named node; it checks everything again."""
-        return await self._answer(grpc_context, lambda scope: self._write_block(request, scope))
+        return await self._change(grpc_context, lambda scope: self._write_block(request, scope))
 
     async def _read_block(self, request: admin_pb2.ReadBlockRequest, scope: AdminScope) -> admin_pb2.StoredBlock:
         scope.require_all("export blocks")
         node = await self._fleet.node_named(request.holder)
-        return await read_block(request, node, live=self._live_namespaces(), stub_of=self._fleet.node_stub)
+        block = await read_block(request, node, live=self._live_namespaces(), stub_of=self._fleet.node_stub)
+        asked = {"holder": node.holder_id, "namespace": request.namespace, "block": list(request.chain[-1:])}
+        audit(scope.tenant.name, "export block", asked, {"bytes": len(block.payload)})
+        return block
 
     async def _write_block(self, request: admin_pb2.StoredBlock, scope: AdminScope) -> admin_pb2.WriteBlockReply:
         scope.require_all("import blocks")
@@ -202,6 +206,10 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
             return await work(admin_scope(tenant, self._service.key_ring))
         except Exception as error:
             await self._refuse(grpc_context, error)
+
+    async def _change(self, grpc_context: Any, work: Callable[[AdminScope], Coroutine[Any, Any, Reply]]) -> Reply:
+        """As `_answer`, for work that changes something: it is done to its end."""
+        return await self._answer(grpc_context, lambda scope: carry_out(work(scope)))
 
     async def _answer_or_ask(
         self, rpc: str, request: Any, grpc_context: Any, work: Callable[[AdminScope], Awaitable[Reply]]
@@ -225,6 +233,8 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         limit = min(request.limit or LIST_BLOCKS_MAX, LIST_BLOCKS_MAX)
         whole = await list_everywhere(self._fleet, selectors, limit=limit, holders=request.selector.holders)
         await name_blocks(self._fleet, whole, with_text=request.with_text)
+        if request.with_text and scope.sees_all:
+            audit(scope.tenant.name, "read text", asked_of(request.selector), {"blocks": len(whole.blocks)})
         return whole
 
     async def _stat(self, scope: AdminScope) -> admin_pb2.StatReply:

@@ -1,4 +1,5 @@
-"""One line for each admin call that changed something: who, what, with what effect. Logger `headrace.audit`.
+"""One line for each admin call that changed something, or read what others sent: who, what, with what effect. Logger
+`headrace.audit`.
 
 Calls that were refused for their key leave lines too, a second's worth in one: whoever tries keys must be seen, and
 must not fill the disk.
@@ -7,20 +8,31 @@ must not fill the disk.
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import PermissionDenied, Unauthenticated
-from headrace.core.front_door_limits import AUDIT_PEERS_MAX, AUDIT_REFUSALS_MS
+from headrace.core.front_door_limits import AUDIT_CHARS_MAX, AUDIT_PEERS_MAX, AUDIT_REFUSALS_MS, AUDIT_VALUES_MAX
 from headrace.wire.v1 import admin_pb2
 
 log = logging.getLogger("headrace.audit")
 
 
 def audit(who: str, what: str, asked: Mapping[str, object], effect: Mapping[str, object]) -> None:
-    """Leave the line, as one JSON object; bytes in hex. Prompts are named by their length, never by their text."""
-    line = {"who": who, "what": what, "asked": asked, "effect": effect}
+    """Leave the line, as one JSON object; bytes in hex. Prompts are named by their length, never by their text, and of
+    what callers name as long as they like there is the beginning."""
+    bounded = {name: _beginning(value) for name, value in asked.items()}
+    line = {"who": who, "what": what, "asked": bounded, "effect": effect}
     log.info("%s", json.dumps(line, default=lambda value: value.hex() if isinstance(value, bytes) else str(value)))
+
+
+def _beginning(value: object) -> object:
+    if isinstance(value, str | bytes):
+        return value[:AUDIT_CHARS_MAX]
+    if isinstance(value, Sequence):
+        more = len(value) - AUDIT_VALUES_MAX
+        return [*map(_beginning, value[:AUDIT_VALUES_MAX]), *([f"and {more} more"] if more > 0 else [])]
+    return value
 
 
 def asked_of(selector: admin_pb2.Selector) -> dict[str, object]:

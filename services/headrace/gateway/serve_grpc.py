@@ -12,12 +12,12 @@ from headrace.core.front_door_limits import GRPC_MESSAGE_TIMEOUT_MS, UNREAD_TIME
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX
 from headrace.gateway.admin_grpc import CacheAdminRpc
 from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
+from headrace.gateway.message_writer import MessageWriter
 from headrace.gateway.refuse_call import refuse_call
 from headrace.gateway.service import GatewayService
-from headrace.gateway.write_message import write_message
-from headrace.transfer.channels import bind_server, build_server
+from headrace.transfer.channels import FRONT_DOOR_OPTIONS, Options, bind_server, build_server
 from headrace.transfer.tls_files import Tls
-from headrace.wire.await_message import MessagesAwaited
+from headrace.wire.await_message import MessagesAwaited, SilentCalls
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 
@@ -29,11 +29,18 @@ async def serve_grpc(
     tls: Tls | None = None,
     unread_timeout_ms: int = UNREAD_TIMEOUT_MS,
     message_timeout_ms: int = GRPC_MESSAGE_TIMEOUT_MS,
+    options: Options = FRONT_DOOR_OPTIONS,
 ) -> tuple[grpc.aio.Server, int]:
     """Start a server for Inference, CacheAdmin, health and reflection; returns it and its port. The caller stops it."""
-    # Places beyond admission, so that callers are told to wait.
-    awaited = MessagesAwaited(timeout_ms=message_timeout_ms)
-    server = build_server(rpcs_max=2 * GATEWAY_INFLIGHT_MAX, interceptors=(awaited,))
+    # Places beyond admission, so that callers are told to wait; who says nothing never has them all.
+    calls_max = GATEWAY_INFLIGHT_MAX
+    silent = SilentCalls(timeout_ms=message_timeout_ms, calls_max=calls_max, tell=service.call_refused)
+    server = build_server(
+        rpcs_max=2 * calls_max,
+        interceptors=(MessagesAwaited(silent),),
+        options=options,
+        tell=service.call_refused,
+    )
     inference = InferenceRpc(service, refuse=refuse_call)
     admin = CacheAdminRpc(service, channel_to=channel_to, refuse=refuse_call)
     health = HealthRpc(service, refuse=refuse_call)
@@ -69,10 +76,11 @@ def _closing(
     method: Callable[[Any, Any], AsyncGenerator[Any, None]], unread_timeout_ms: int
 ) -> Callable[[Any, Any], Awaitable[None]]:
     async def handle(request: Any, context: Any) -> None:
+        writer = MessageWriter(context, timeout_ms=unread_timeout_ms)
         try:
             async with aclosing(method(request, context)) as messages:
                 async for message in messages:
-                    await write_message(context, message, timeout_ms=unread_timeout_ms)
+                    await writer.write(message)
         except DeadlineExceeded as unread:
             await refuse_call(context, unread)
 

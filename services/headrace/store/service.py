@@ -99,7 +99,10 @@ class StoreNodeService:
         self._kv_events = (
             KvEvents(settings, node_id=self._node_id, clock=clock) if settings.kv_events_endpoint else None
         )
-        self._server = build_server(interceptors=() if tracing is None else (TracedRpcs(tracing),))
+        self._server = build_server(
+            interceptors=() if tracing is None else (TracedRpcs(tracing),),
+            tell=lambda error, peer: self._count_refused(error),
+        )
         self._health = health.aio.HealthServicer()
         self._background: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None

@@ -12,10 +12,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX, STORE_RPCS_MAX
+from headrace.core.front_door_limits import (
+    GRPC_CALLS_OF_CONNECTION_MAX,
+    GRPC_CONNECTION_AGE_MS,
+    GRPC_CONNECTION_IDLE_MS,
+    GRPC_CONNECTIONS_MAX,
+    HTTP_HEAD_TIMEOUT_MS,
+)
+from headrace.core.limits import GRPC_MESSAGE_BYTES_MAX, REQUEST_TIMEOUT_MS_MAX, STORE_RPCS_MAX
 from headrace.transfer.message_memory import keep_message_memory
 from headrace.transfer.renewed_channel import RenewedBlockingChannel, RenewedChannel
 from headrace.transfer.tls_files import Tls, TlsMaterial
+from headrace.wire.abort_call import Tell, say_nothing_of_undelivered, unheard
 from headrace.wire.refuse_undecodable import UndecodableRefused
 
 Options = Sequence[tuple[str, Any]]
@@ -46,6 +54,15 @@ _SERVER_OPTIONS = (
     # A stalled event loop can deliver two pings at once; that is not worth a connection with payloads under way.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # two nodes on one port would share its calls; the second must fail to bind
+)
+# What a stranger's connections may cost, for servers that strangers reach (`core/front_door_limits.py`).
+FRONT_DOOR_OPTIONS: Options = (
+    ("grpc.max_allowed_incoming_connections", GRPC_CONNECTIONS_MAX),
+    ("grpc.max_concurrent_streams", GRPC_CALLS_OF_CONNECTION_MAX),
+    ("grpc.server_handshake_timeout_ms", HTTP_HEAD_TIMEOUT_MS),  # of TLS, and until HTTP/2 begins
+    ("grpc.max_connection_idle_ms", GRPC_CONNECTION_IDLE_MS),
+    ("grpc.max_connection_age_ms", GRPC_CONNECTION_AGE_MS),
+    ("grpc.max_connection_age_grace_ms", REQUEST_TIMEOUT_MS_MAX),
 )
 
 
@@ -95,13 +112,21 @@ def open_blocking_channel(address: str, *, tls: Tls | None, options: Options) ->
 
 
 def build_server(
-    *, rpcs_max: int = STORE_RPCS_MAX, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    *,
+    rpcs_max: int = STORE_RPCS_MAX,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    options: Options = (),
+    tell: Tell = unheard,
 ) -> grpc.aio.Server:
-    """A server with the options that match `Channels`; beyond `rpcs_max` calls at once it refuses, never queues.
-    Request bytes that do not decode are INVALID_ARGUMENT, not an error of the server."""
+    """A server with the options that match `Channels`, and with these besides; beyond `rpcs_max` calls at once it
+    refuses, never queues. Request bytes that do not decode are INVALID_ARGUMENT, not an error of the server, of which
+    `tell` hears."""
     keep_message_memory()
+    say_nothing_of_undelivered()
     return grpc.aio.server(
-        interceptors=(*interceptors, UndecodableRefused()), options=_SERVER_OPTIONS, maximum_concurrent_rpcs=rpcs_max
+        interceptors=(*interceptors, UndecodableRefused(tell)),
+        options=(*_SERVER_OPTIONS, *options),
+        maximum_concurrent_rpcs=rpcs_max,
     )
 
 

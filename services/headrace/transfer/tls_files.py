@@ -101,11 +101,10 @@ def read_material(files: TlsFiles) -> TlsMaterial:
         if files.cert_file:
             authority = files.ca_file if files.mutual else ""
             ends_unix_s = check_certificate(files.cert_file, files.key_file, ca_file=authority)
-        content = [
-            Path(path).read_bytes() if path else b"" for path in (files.cert_file, files.key_file, files.ca_file)
-        ]
+        paths = (files.cert_file, files.key_file, files.ca_file)
+        cert, key, ca = (Path(path).read_bytes() if path else b"" for path in paths)
         if before == _signature_of(files):
-            return TlsMaterial(*content, ends_unix_s=ends_unix_s)
+            return TlsMaterial(cert, key, ca, ends_unix_s=ends_unix_s)
     raise ConfigInvalid("tls_cert_file", "the TLS files are replaced all the time")
 
 

@@ -14,36 +14,37 @@ import grpc
 import grpc.aio
 
 from headrace.core.errors import InvalidRequest
-from headrace.wire.status import message_of, status_of, trailing_metadata
+from headrace.wire.abort_call import Tell, abort_call, unheard
 
 Behaviour = Callable[[Any, Any], Any]
 
 
-def refuse_undecodable(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """The same handler, which ends a call with INVALID_ARGUMENT when the bytes of its one request do not decode.
+def refuse_undecodable(handler: grpc.RpcMethodHandler, *, tell: Tell = unheard) -> grpc.RpcMethodHandler:
+    """The same handler, which ends a call with INVALID_ARGUMENT when the bytes of its one request do not decode, and
+    tells of it.
 
     Handlers that take raw bytes or a stream of requests are returned as they are."""
     decode = handler.request_deserializer
     if decode is None or handler.request_streaming:
         return handler
     side = "unary_stream" if handler.response_streaming else "unary_unary"
-    guarded = refusing(getattr(handler, side))
+    guarded = refusing(getattr(handler, side), tell=tell)
     return handler._replace(request_deserializer=_never_raising(decode), **{side: guarded})
 
 
-def refusing(behaviour: Behaviour) -> Behaviour:
+def refusing(behaviour: Behaviour, *, tell: Tell = unheard) -> Behaviour:
     """The same behaviour of a grpc.aio server (a coroutine or an async generator function), guarded."""
     if inspect.isasyncgenfunction(behaviour):
 
         async def stream(request: Any, context: Any) -> AsyncGenerator[Any, None]:
-            await _check(request, context)
+            await _check(request, context, tell)
             async for message in behaviour(request, context):
                 yield message
 
         return stream
 
     async def answer(request: Any, context: Any) -> Any:
-        await _check(request, context)
+        await _check(request, context, tell)
         return await behaviour(request, context)
 
     return answer
@@ -52,6 +53,9 @@ def refusing(behaviour: Behaviour) -> Behaviour:
 class UndecodableRefused(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """`refuse_undecodable` for every handler of a grpc.aio server that is made with this interceptor."""
 
+    def __init__(self, tell: Tell = unheard) -> None:
+        self._tell = tell
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
@@ -59,7 +63,7 @@ class UndecodableRefused(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler | None:
         """None, as gRPC has it, for a method that nobody serves."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else refuse_undecodable(handler)
+        return None if handler is None else refuse_undecodable(handler, tell=self._tell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,6 @@ def _never_raising(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return decode_or_explain
 
 
-async def _check(request: Any, context: Any) -> None:
+async def _check(request: Any, context: Any, tell: Tell) -> None:
     if isinstance(request, _Undecodable):
-        error = request.error
-        await context.abort(status_of(error).grpc_code, message_of(error), trailing_metadata(error))
+        await abort_call(context, request.error, tell=tell)

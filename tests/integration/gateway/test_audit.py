@@ -1,5 +1,6 @@
 """What is left behind of every changing admin call and of every refused key: lines of the audit log, and counts."""
 
+import asyncio
 import json
 
 import grpc
@@ -23,6 +24,7 @@ from headrace.core.errors import (
 from headrace.core.front_door_limits import AUDIT_PEERS_MAX
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_key
 from headrace.gateway.audit_log import RefusalLog
+from headrace.gateway.carry_out import carry_out
 from headrace.gateway.openai_http import build_http_app
 from headrace.telemetry.gateway_metrics import RouteMetrics
 from headrace.telemetry.metrics import Metrics
@@ -87,7 +89,7 @@ async def test_every_changing_call_leaves_one_line_with_who_and_what(model_path,
             metadata=as_(OPERATOR),
         )
         block.holder = "node:n1"
-        assert lines_of(caplog) == []
+        assert [line["what"] for line in lines_of(caplog)] == ["export block"], "and nothing for what says no prompt"
         for rpc, (what, request) in CHANGING.items():
             caplog.clear()
             call = getattr(admin.stub, rpc)(request(block), metadata=as_(OPERATOR))
@@ -98,6 +100,52 @@ async def test_every_changing_call_leaves_one_line_with_who_and_what(model_path,
                 await call
             assert [(line["who"], line["what"]) for line in lines_of(caplog)] == [("operator", what)], rpc
             assert TEXT not in caplog.text
+
+
+async def test_who_reads_what_others_sent_leaves_a_line_and_who_reads_its_own_none(model_path, caplog):
+    """Fails when an operator, or whoever has its key, reads prompts and nobody can tell."""
+    caplog.set_level("INFO", "headrace.audit")
+    async with admin_over(model_path, "n1", key_ring=RING) as admin:
+        store_text(admin.kits["n1"], TEXT, group=USER.trust_group)
+        for tenant in (USER, OPERATOR):
+            for with_text in (False, True):
+                request = admin_pb2.ListBlocksRequest(with_text=with_text)
+                assert (await admin.stub.ListBlocks(request, metadata=as_(tenant))).blocks
+    assert [(line["who"], line["what"]) for line in lines_of(caplog)] == [("operator", "read text")]
+    assert TEXT not in caplog.text
+
+
+async def test_a_line_is_short_whatever_a_caller_names(model_path, caplog):
+    """Fails when a tenant fills the disk by calls that evict nothing and are written down in full."""
+    caplog.set_level("INFO", "headrace.audit")
+    async with admin_over(model_path, "n1", key_ring=RING) as admin:
+        hashes = [number.to_bytes(16, "big") for number in range(50_000)]
+        request = admin_pb2.EvictRequest(selector=admin_pb2.Selector(block_hashes=hashes))
+        await admin.stub.Evict(request, metadata=as_(USER))
+    (line,) = lines_of(caplog)
+    assert line["asked"]["block_hashes"][-1] == "and 49984 more"
+    assert len(caplog.records[-1].getMessage()) < 4_000
+
+
+async def test_a_change_is_carried_out_to_its_end_when_its_caller_leaves_however_often():
+    """Fails when leaving early leaves a change half done and no audit line behind."""
+    begun, may_end, done = asyncio.Event(), asyncio.Event(), []
+
+    async def change():
+        begun.set()
+        await may_end.wait()
+        done.append("line")
+
+    calling = asyncio.create_task(carry_out(change()))
+    await begun.wait()
+    for _ in range(3):
+        calling.cancel()
+        await asyncio.sleep(0)
+    assert not calling.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert done == ["line"]
 
 
 async def test_refused_keys_leave_lines_and_counts_over_both_apis_and_no_key_is_in_them(model_path, caplog):

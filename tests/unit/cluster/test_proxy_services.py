@@ -57,6 +57,9 @@ class Client:
         self.takes = asyncio.Event()
         self.takes.set()
 
+    async def send_initial_metadata(self, metadata) -> None:
+        assert self.received == []
+
     async def write(self, message: int) -> None:
         await self.takes.wait()
         self.received.append(message)

@@ -1,13 +1,14 @@
 """Calls whose messages never come, to a real server."""
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import grpc
 import grpc.aio
 import pytest
 
-from headrace.wire.await_message import MessagesAwaited
+from headrace.core.errors import DeadlineExceeded, InvalidRequest
+from headrace.wire.await_message import MessagesAwaited, SilentCalls
 
 
 async def double(request: bytes, context) -> bytes:
@@ -29,8 +30,10 @@ async def total(requests, context) -> bytes:
 
 
 @asynccontextmanager
-async def served(timeout_ms: int):
-    server = grpc.aio.server(interceptors=(MessagesAwaited(timeout_ms=timeout_ms),), maximum_concurrent_rpcs=1)
+async def served(timeout_ms: int, *, places: int = 1, told: list | None = None, **bounds):
+    heard = [] if told is None else told
+    calls = SilentCalls(timeout_ms=timeout_ms, tell=lambda error, peer: heard.append((error, peer)), **bounds)
+    server = grpc.aio.server(interceptors=(MessagesAwaited(calls),), maximum_concurrent_rpcs=places)
     handlers = {
         "Double": grpc.unary_unary_rpc_method_handler(double),
         "Each": grpc.unary_stream_rpc_method_handler(each),
@@ -99,6 +102,40 @@ async def test_a_call_that_says_something_now_and_then_gives_its_place_back(meth
                 async for _ in trickling:
                     pass
         await has_room(channel)
+
+
+@pytest.mark.parametrize("method", ["Double", "Echo"])
+async def test_calls_that_say_nothing_make_room_for_whoever_comes_then(method):
+    """Fails when silent calls are kept without end while each of them has its time, which is an hour here."""
+    async with served(3_600_000, places=100, calls_max=4) as channel, AsyncExitStack() as stack:
+        silent = []
+        for _ in range(20):
+            call = channel.stream_stream(f"/t.T/{method}")()
+            stack.callback(call.cancel)
+            silent.append(asyncio.create_task(code_of(call.read())))
+        await ended(silent, 16)
+        assert await channel.unary_unary("/t.T/Double")(b"x") == b"xx"
+        await ended(silent, 17)
+        assert {task.result() for task in silent if task.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+async def ended(calls: list[asyncio.Task], number: int) -> None:
+    """Wait until so many are over, and no more."""
+    async with asyncio.timeout(60):
+        while sum(call.done() for call in calls) < number:
+            await asyncio.wait([call for call in calls if not call.done()], return_when=asyncio.FIRST_COMPLETED)
+    assert sum(call.done() for call in calls) == number
+
+
+async def test_calls_that_are_ended_are_told_of():
+    told = []
+    async with served(50, told=told) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.stream_stream("/t.T/Double")().read()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/t.T/Nothing")(b"")
+    assert [type(error) for error, _ in told] == [DeadlineExceeded, InvalidRequest]
+    assert told[0][1].startswith("ipv4:127.0.0.1:")
 
 
 @pytest.mark.parametrize("method", ["Double", "Each"])
