@@ -232,8 +232,8 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._is_refused = True
         self._stop_waiting()
-        is_answering = self._answered is not None and self._answered.response_started
-        if is_answering and not self._answered.response_complete:
+        waiting = None if self._answered is None or self._answered.response_complete else self._answered
+        if waiting is not None and waiting.response_started:
             self._tell_left()
             self._close(reason)
             return
@@ -243,7 +243,8 @@ class BoundedHttp(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         retry = f"retry-after: {RETRY_AFTER_MS // 1000}\r\n" if status == 503 else ""
         transport = cast(asyncio.Transport, self.transport)
-        transport.write((head + retry + "connection: close\r\n\r\n").encode() + body)
+        is_head = waiting is not None and waiting.scope["method"] == "HEAD"  # which is answered without a body
+        transport.write((head + retry + "connection: close\r\n\r\n").encode() + (b"" if is_head else body))
         if reason == "connections" or not transport.can_write_eof():
             transport.close()
             return

@@ -5,6 +5,7 @@ in `wire/`; all work is the GatewayService's. Nothing is global: two apps in one
 """
 
 import asyncio
+import ipaddress
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -52,9 +53,14 @@ NumberedEvent = tuple[int, GatewayEvent]  # (index of the prompt in the request,
 CLIENT_CLOSED_REQUEST = 499  # nginx's word for it; nobody is there to read it
 
 
-def build_http_app(service: GatewayService, *, metrics_text: Callable[[], bytes] | None = None) -> Starlette:
-    """The app over a started service. `metrics_text` gives the Prometheus exposition for `/metrics`, if any."""
-    api = _Api(service, metrics_text)
+def build_http_app(
+    service: GatewayService, *, metrics_text: Callable[[], bytes] | None = None, keyless_at_home: bool = False
+) -> Starlette:
+    """The app over a started service. `metrics_text` gives the Prometheus exposition for `/metrics`, if any.
+
+    keyless_at_home: where no keys are asked for, whoever calls this machine by another name than its own is refused.
+    """
+    api = _Api(service, metrics_text, keyless_at_home)
     return Starlette(
         routes=[
             Route("/v1/models", api.list_models),
@@ -66,7 +72,7 @@ def build_http_app(service: GatewayService, *, metrics_text: Callable[[], bytes]
             Route("/metrics", api.metrics),
         ],
         exception_handlers={
-            HTTPException: _http_error,
+            HTTPException: api.http_error,
             HeadraceError: api.error,
             ClientDisconnected: _nobody_reads,
             Exception: api.error,
@@ -77,12 +83,17 @@ def build_http_app(service: GatewayService, *, metrics_text: Callable[[], bytes]
 class _Api:
     """The endpoints, over one service."""
 
-    def __init__(self, service: GatewayService, metrics_text: Callable[[], bytes] | None) -> None:
+    def __init__(
+        self, service: GatewayService, metrics_text: Callable[[], bytes] | None, keyless_at_home: bool
+    ) -> None:
         self._service = service
         self._metrics_text = metrics_text
+        self._keyless_at_home = keyless_at_home
 
     def _caller(self, request: Request) -> Tenant:
-        """Who asks. Raises Unauthenticated, before anything of the request's body is read."""
+        """Who asks. Raises Unauthenticated, InvalidRequest, before anything of the request's body is read."""
+        if self._keyless_at_home and self._service.key_ring is None:
+            check_named_locally(request.url.hostname or "")
         return self._service.authenticate(request.headers.get(AUTHORIZATION))
 
     async def list_models(self, request: Request) -> Response:
@@ -132,13 +143,20 @@ class _Api:
     async def error(self, request: Request, error: Exception) -> Response:
         """Any error as OpenAI spells it. What is not ours is logged with its trace and told without details."""
         if not isinstance(error, HeadraceError):
-            log.error("unexpected error for %s", request.url.path, exc_info=error)
-        self._service.call_refused(error, request.client.host if request.client else "")
+            log.error("unexpected error for %s", request.scope["path"], exc_info=error)
+        self._service.call_refused(error, _peer_of(request))
         return JSONResponse(
             render_error(error),
             status_code=status_of(error).http_status,
             headers=_request_id_headers(request) | http_headers(error),
         )
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """Unknown paths and methods, in OpenAI's shape."""
+        assert isinstance(error, HTTPException)
+        invalid = InvalidRequest(f"{request.method} {request.scope['path'][:200]}: {error.detail}")
+        self._service.call_refused(invalid, _peer_of(request))
+        return JSONResponse(render_error(invalid), status_code=error.status_code, headers=error.headers)
 
     async def _answer(self, request: Request, parse: Callable[[JsonObject], OpenAiRequest], *, chat: bool) -> Response:
         """Read, parse and generate. Errors until the first token have an HTTP status of their own."""
@@ -171,6 +189,19 @@ async def _number(prompt: int, events: AsyncGenerator[GatewayEvent, None]) -> As
     async with aclosing(events):
         async for event in events:
             yield prompt, event
+
+
+def check_named_locally(host: str) -> None:
+    """Refuse a caller that names this machine as only somebody else's DNS does: a web page whose own name was made to
+    lead here may read what it is answered, since its browser takes that for the page's own. Raises InvalidRequest."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if host not in ("", "localhost") and not host.endswith(".localhost"):
+            raise InvalidRequest(
+                f"called as {host[:200]!r}: without a tenants_file this gateway is called by an address or as "
+                "localhost; set tenants_file, or insecure_network: true"
+            ) from None
 
 
 async def read_body(request: Request) -> bytes:
@@ -368,6 +399,10 @@ async def _send_data(send: Send, data: str) -> None:
     await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
 
+def _peer_of(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
 def _request_id_headers(request: Request) -> dict[str, str]:
     """The caller's own `x-request-id`, cut; a label for its logs, never an identity here."""
     given = request.headers.get("x-request-id", "")[:CLIENT_REQUEST_ID_CHARS_MAX]
@@ -377,10 +412,3 @@ def _request_id_headers(request: Request) -> dict[str, str]:
 async def _nobody_reads(request: Request, error: Exception) -> Response:
     """The client left while it was sending: nothing was begun, and there is nothing to tell anybody."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    body = render_error(InvalidRequest(f"{request.method} {request.url.path[:200]}: {error.detail}"))
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)

@@ -13,6 +13,7 @@ from tiny_gateway import BLOCK_TOKENS, answer_text, make_worker_record, tiny_gat
 from headrace.core.errors import Overloaded, WorkerUnavailable
 from headrace.core.limits import REQUEST_BODY_BYTES_MAX
 from headrace.core.members import WorkerRole
+from headrace.core.tenants import KeyRing
 from headrace.gateway.openai_http import build_http_app
 
 WORKERS = (make_worker_record("d0"), make_worker_record("d1"), make_worker_record("p0", WorkerRole.PREFILL))
@@ -273,6 +274,27 @@ async def test_other_paths_and_methods_answer_in_openais_shape_too(model_path):
         assert (missing.status_code, wrong.status_code) == (404, 405)
         assert "error" in missing.json()
         assert "error" in wrong.json()
+
+
+NAMES = {
+    "evil.example": 400,
+    "localhost.evil.example:8000": 400,
+    "127.0.0.1.evil.example": 400,
+    "localhost:8000": 200,
+    "127.0.0.1": 200,
+    "[::1]:8000": 200,
+}
+
+
+async def test_without_keys_who_calls_this_machine_by_a_name_of_its_own_is_refused(model_path):
+    """Fails when a web page whose name was made to lead here uses the API by a browser of this machine."""
+    async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
+        transport = httpx.ASGITransport(build_http_app(gateway.service, keyless_at_home=True))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for name, status in NAMES.items():
+                assert (await client.get("/v1/models", headers={"host": name})).status_code == status, name
+            gateway.service.key_ring = KeyRing(())
+            assert (await client.get("/v1/models", headers={"host": "a.example"})).status_code == 401
 
 
 async def test_ready_means_that_a_decode_worker_is_known_and_health_does_not(model_path):

@@ -66,7 +66,7 @@ class TwoGateways:
         """One request through one gateway's HTTP API; its id."""
         transport = ASGITransport(self.gateways[number].http_app)
         headers = {"authorization": f"Bearer {KEYS[tenant]}"}
-        async with AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as http:
+        async with AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
             reply = await http.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text

@@ -286,7 +286,7 @@ async def test_a_gateway_mirrors_the_index_and_says_so(own_server: EmbeddedValke
     gateway = build_gateway(load_config({"redis_url": own_server.url}, environ={}), calls=NoCalls())
     await gateway.start()
     try:
-        async with AsyncClient(transport=ASGITransport(gateway.http_app), base_url="http://gateway") as http:
+        async with AsyncClient(transport=ASGITransport(gateway.http_app), base_url="http://localhost") as http:
             async with asyncio.timeout(60):
                 while True:
                     metrics = (await http.get("/metrics")).text

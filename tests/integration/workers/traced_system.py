@@ -153,7 +153,7 @@ class ComposedSystem:
     async def complete(self, prompt: str, *, max_tokens: int = 3, **headers: str) -> Any:
         """One completion through the HTTP API; the reply."""
         transport = ASGITransport(self.gateway.http_app)
-        async with AsyncClient(transport=transport, base_url="http://gateway", timeout=120) as http:
+        async with AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as http:
             model = self.gateway._service.models()[0].name
             body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
             return await http.post("/v1/completions", json=body, headers=headers)

@@ -111,6 +111,16 @@ async def test_a_request_that_does_not_arrive_is_ended(bounds, sent, status, rea
         assert ended == [reason]
 
 
+async def test_a_head_request_that_is_refused_has_no_body():
+    """Fails when a client takes the error's text for its next answer, since it reads none behind this one's head."""
+    async with served(echo, body_timeout_ms=50) as (port, ended), connected(port) as (reader, writer):
+        writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\nhalf")
+        answer = await answer_of(reader)
+        assert answer.startswith("HTTP/1.1 408")
+        assert answer.endswith("\r\n\r\n")
+        assert ended == ["body_time"]
+
+
 async def refuse_unread(scope, receive, send):
     """Answers in full without a look at the body."""
     await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
