@@ -355,7 +355,11 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
     remembering = CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_call, counted=False)
     return Gateway(
         service=service,
-        http_app=build_http_app(service, metrics_text=lambda: generate_latest(metrics.registry)),
+        http_app=build_http_app(
+            service,
+            metrics_text=lambda: generate_latest(metrics.registry),
+            keyless_at_home=not config.network.insecure_network,
+        ),
         inference=InferenceRpc(service, refuse=refuse_by_raising),
         admin=CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_by_raising, peers=peers),
         health=HealthRpc(service, refuse=refuse_by_raising),
