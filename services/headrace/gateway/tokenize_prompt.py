@@ -113,7 +113,7 @@ def load_tokenizer(model_path: str) -> PromptTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
         config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelRefused(model_path, f"its tokenizer cannot be read here: {error}") from error

@@ -119,12 +119,19 @@ async def _send_live(log: KvEventLog, sockets: KvEventSockets) -> None:
 
 async def _read_requests(socket: zmq.asyncio.Socket, requests: "asyncio.Queue[_Request]") -> None:
     """Keep reading, also while a replay is being sent: ZeroMQ sees that a peer has gone only when it reads from it."""
+    said: set[str] = set()
+
+    def say_once(why: str) -> None:  # whoever reaches the socket sends as many as it likes
+        if why not in said:
+            said.add(why)
+            _log.warning("%s; said once", why)
+
     while True:
         frames = await socket.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != _SEQUENCE_BYTES:
-            _log.warning("a replay request is not an empty frame and 8 bytes: %d frames", len(frames))
+            say_once("a replay request is passed over that is not an empty frame and 8 bytes")
         elif requests.full():
-            _log.warning("too many replay requests at once; one is not answered")
+            say_once("a replay request is not answered, since too many came at once")
         else:
             requests.put_nowait(_Request(asker=frames[0], start=int.from_bytes(frames[2], "big")))
 

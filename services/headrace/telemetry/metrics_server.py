@@ -17,6 +17,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import choose_encoder
 
 from headrace.core.errors import ConfigInvalid
 from headrace.core.telemetry_limits import METRICS_CONNECTIONS_MAX, METRICS_PORTS, METRICS_SCRAPE_MS
@@ -78,6 +79,20 @@ class MetricsServer:
             self._thread.join()
 
 
+def _accepting_anything(app: Any) -> Any:
+    """The same WSGI app. prometheus_client 0.26 raises for an `Accept` whose version is no number, and each such
+    request would be an error of ours with a traceback: it is answered as if it said nothing."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        try:
+            choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except (TypeError, ValueError):
+            environ = {**environ, "HTTP_ACCEPT": ""}
+        return app(environ, start_response)
+
+    return answer
+
+
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *_: Any) -> None:
         """Scrapes are not logged."""
@@ -97,8 +112,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._context = context
         self._scrape_s = scrape_s
         self._open: dict[socket.socket, tuple[float, socket.socket]] = {}  # as accepted: since when, and as spoken by
-        super().__init__(address[:2], _Handler)
-        self.set_app(make_wsgi_app(registry))
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(_accepting_anything(make_wsgi_app(registry)))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begin to serve a connection, unless there are too many."""

@@ -60,3 +60,14 @@ def test_no_ports_are_named_without_a_first_one():
     """Fails when the parts of a system without the setting meet at a port of their own."""
     assert tuple(other_metrics_ports(0)) == (0,)
     assert len(other_metrics_ports(9_400)) == METRICS_PORTS - 1
+
+
+@pytest.mark.parametrize("accepted", ["application/openmetrics-text;version=x", "text/plain;version=.", ";=;", "\xff"])
+def test_metrics_are_told_whatever_their_reader_says_that_it_accepts(running, capfd, accepted: str):
+    """Fails when a header of a stranger's is an error of ours, with a traceback in the log for each."""
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{serve(running, (0,)).port}/metrics", headers={"Accept": accepted}
+    )
+    with urllib.request.urlopen(asked, timeout=60) as page:
+        assert b"headrace_cached_tokens_total" in page.read()
+    assert "Traceback" not in capfd.readouterr().err
