@@ -23,7 +23,7 @@ fuzz: install
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 # Packages whose types are checked; torch's, Ray's and Redis's own are too loose for the others.
-TYPED := core wire gateway blocks client admin store transfer prefill decode simulate
+TYPED := core wire gateway blocks client admin store transfer prefill decode simulate telemetry
 
 lint: install
 	$(BIN)/ruff check services cluster tests benchmarks helm docker
