@@ -18,6 +18,7 @@ import uvicorn
 import yaml
 from tiny_gateway import NODE, TinyGateway, make_worker_record, tiny_gateway
 
+from headrace.admin.create_certificates import create_certificates
 from headrace.config import GatewaySettings, StoreSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.clock import Deadline, SystemClock
@@ -29,6 +30,8 @@ from headrace.store.service import StoreNodeService
 from headrace.telemetry.gateway_metrics import RouteMetrics
 from headrace.telemetry.metrics import Metrics
 from headrace.transfer.channels import Channels
+from headrace.transfer.https_context import HttpsContext
+from headrace.transfer.tls_files import Tls, TlsFiles
 from headrace.wire.v1 import admin_pb2_grpc, block_store_pb2_grpc, inference_pb2_grpc
 from headrace_cluster.bounded_http import BoundedHttp
 
@@ -53,7 +56,9 @@ class AttackedSystem:
     gateway_metrics: Metrics
     store_metrics: Metrics
     directory: Path
+    https_url: str
     ended: list[str] = field(default_factory=list)  # why the HTTP server ended connections
+    refused: list[str] = field(default_factory=list)  # and why the HTTPS server refused some
 
     def as_(self, tenant: str) -> dict[str, str]:
         """The header or metadata of a tenant's key."""
@@ -84,9 +89,10 @@ class AttackedSystem:
                         labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
                         name = f"{sample.name}{{{labels}}}" if labels else sample.name
                         counted[name] = counted.get(name, 0.0) + sample.value
-        for reason in self.ended:
-            name = f'headrace_http_connections_ended{{reason="{reason}"}}'
-            counted[name] = counted.get(name, 0.0) + 1
+        for family, reasons in (("http_connections_ended", self.ended), ("refused_connections", self.refused)):
+            for reason in reasons:
+                name = f'headrace_{family}{{reason="{reason}"}}'
+                counted[name] = counted.get(name, 0.0) + 1
         return counted
 
     async def at_rest(self) -> None:
@@ -105,7 +111,8 @@ async def attacked_system(model_path: str, directory: Path):
     rows[2]["requests_per_minute"] = 1
     rows[3]["role"] = "admin"
     (directory / "tenants.yaml").write_text(yaml.safe_dump({"tenants": rows}))
-    clock, gateway_metrics, store_metrics, ended = SystemClock(), Metrics(), Metrics(), []
+    clock, gateway_metrics, store_metrics = SystemClock(), Metrics(), Metrics()
+    ended, refused = [], []
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(
             tiny_gateway(
@@ -133,7 +140,11 @@ async def attacked_system(model_path: str, directory: Path):
         server, port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
         stack.push_async_callback(server.stop, 0)
         impatient, impatient_port = await serve_grpc(
-            gateway.service, address="127.0.0.1:0", channel_to=channels.to, message_timeout_ms=50
+            gateway.service,
+            address="127.0.0.1:0",
+            channel_to=channels.to,
+            message_timeout_ms=50,
+            unread_timeout_ms=50,
         )
         stack.push_async_callback(impatient.stop, 0)
         app = build_http_app(gateway.service)
@@ -141,6 +152,10 @@ async def attacked_system(model_path: str, directory: Path):
         for bounds in ({}, {"head_timeout_ms": 50, "body_timeout_ms": 50, "unread_timeout_ms": 50}):
             protocol = type("Counted", (SmallBuffers,), {**bounds, "ended": staticmethod(ended.append)})
             urls.append(await stack.enter_async_context(_served(app, protocol)))
+        pem = create_certificates(directory / "front-door", hosts=["127.0.0.1"], days=1)
+        files = TlsFiles(cert_file=pem.cert_file, key_file=pem.key_file)
+        https = HttpsContext(Tls(files), refused=refused.append)
+        https_url = await stack.enter_async_context(_served(app, BoundedHttp, https))
         yield AttackedSystem(
             url=urls[0],
             impatient_url=urls[1],
@@ -154,7 +169,9 @@ async def attacked_system(model_path: str, directory: Path):
             gateway_metrics=gateway_metrics,
             store_metrics=store_metrics,
             directory=directory,
+            https_url=https_url,
             ended=ended,
+            refused=refused,
         )
 
 
@@ -173,15 +190,17 @@ def _channel(address: str) -> grpc.aio.Channel:
 
 
 @asynccontextmanager
-async def _served(app, protocol):
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", http=protocol))
+async def _served(app, protocol, https: HttpsContext | None = None):
+    context = None if https is None else lambda config, default: https
+    options = {"port": 0, "log_level": "critical", "lifespan": "off", "http": protocol, "ssl_context_factory": context}
+    server = uvicorn.Server(uvicorn.Config(app, **options))
     server.install_signal_handlers = lambda: None
     serving = asyncio.create_task(server.serve())
     try:
         async with asyncio.timeout(60):
             while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
                 await asyncio.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http{'s' if https else ''}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         server.force_exit = True

@@ -1,6 +1,7 @@
 """A scripted attack run: what is tried on a running system is refused with the right answer and counted, and the system
 serves everybody afterwards. The table of docs/security.md is what is tried here."""
 
+import logging
 from pathlib import Path
 
 import attacks
@@ -10,8 +11,9 @@ from attacked_system import ATTACKER, OPERATOR, PROMPT, VICTIM, attacked_system
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 
 
-async def test_every_attack_is_refused_and_counted_and_hurts_nobody(model_path, tmp_path):
-    """Fails when an attack gets another answer than the table says, is not counted, or leaves anything behind.
+async def test_every_attack_is_refused_and_counted_and_hurts_nobody(model_path, tmp_path, caplog):
+    """Fails when an attack gets another answer than the table says, is not counted, or leaves anything behind: an error
+    in the log too, since whoever can make one can make a million.
 
     One system for all of them, as an attacker would have it.
     """
@@ -32,6 +34,8 @@ async def test_every_attack_is_refused_and_counted_and_hurts_nobody(model_path, 
             internal = 'headrace_refused_calls_total{reason="other"}'
             if after.get(internal, 0) > before.get(internal, 0):
                 wrong.append(f"{each.tried}: an internal error")
+            wrong += [f"{each.tried}: {line.getMessage()}" for line in caplog.records if line.levelno >= logging.ERROR]
+            caplog.clear()
         assert not wrong, "\n".join(wrong)
         for tenant in (VICTIM, ATTACKER, OPERATOR):
             assert await attacks.cached_tokens(system, tenant, tenant + PROMPT) == 0  # served, and for the first time

@@ -5,7 +5,9 @@ import asyncio
 import gzip
 import json
 import re
-from contextlib import AsyncExitStack
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import attacks
 import grpc
@@ -15,6 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.core.front_door_limits import HEALTH_WATCHES_MAX, HTTP_HEAD_BYTES_MAX
 from headrace.core.limits import GATEWAY_INFLIGHT_MAX, GRPC_MESSAGE_BYTES_MAX
+from headrace.gateway.serve_grpc import serve_grpc
+from headrace.transfer.channels import FRONT_DOOR_OPTIONS, Channels
 from headrace.wire.v1 import admin_pb2, inference_pb2
 
 BODY = json.dumps({"model": "tiny", "prompt": PROMPT, "max_tokens": 2}).encode()
@@ -108,7 +112,7 @@ async def dripping_body(system: AttackedSystem) -> str:
     return " ".join(await answers(system.impatient_url, first, *[b"x"] * 20))
 
 
-@attack("a handshake of WebSockets, to leave HTTP's bounds", answer="404", counted="")
+@attack("a handshake of WebSockets, to leave HTTP's bounds", answer="404", counted=refused("invalid"))
 async def web_socket(system: AttackedSystem) -> str:
     lines = (b"connection: upgrade", b"upgrade: websocket", b"sec-websocket-key: eA==", b"sec-websocket-version: 13")
     return " ".join(await answers(system.url, head(system, *lines, of=b"GET /ws"), b"\x81\x85\x00\x00\x00\x00hello"))
@@ -122,7 +126,9 @@ async def compressed_body(system: AttackedSystem) -> str:
     return " ".join(await answers(system.url, whole + packed))
 
 
-@attack("a compressed gRPC message, small until it is unpacked", answer="RESOURCE_EXHAUSTED", counted="")
+@attack(
+    "a compressed gRPC message, small until it is unpacked", answer="RESOURCE_EXHAUSTED", counted=refused("invalid")
+)
 async def compressed_message(system: AttackedSystem) -> str:
     message = inference_pb2.GenerateRequest(model="tiny", text="x" * (2 * GRPC_MESSAGE_BYTES_MAX)).SerializeToString()
     call = system.grpc_channel.unary_unary("/headrace.v1.CacheAdmin/Stat")
@@ -135,7 +141,9 @@ async def much_metadata(system: AttackedSystem) -> str:
     return await code_of(system.admin.Stat(admin_pb2.StatRequest(), metadata=(*metadata(system, OPERATOR), *flood)))
 
 
-@attack("gRPC calls whose message does not come, by the thousand", answer="DEADLINE_EXCEEDED", counted="")
+@attack(
+    "gRPC calls whose message does not come, by the thousand", answer="DEADLINE_EXCEEDED", counted=refused("deadline")
+)
 async def no_messages(system: AttackedSystem) -> str:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.impatient_grpc_port}") as channel:
         call = channel.stream_stream("/headrace.v1.Inference/Generate")
@@ -147,13 +155,108 @@ async def no_messages(system: AttackedSystem) -> str:
         return await code_of(call().read())
 
 
-@attack("a store node's call to a gateway", answer="UNIMPLEMENTED", counted="")
+@attack(
+    "a gRPC stream that its client never reads",
+    answer="work ended",
+    counted='headrace_client_requests_total{outcome="cancelled"}',
+)
+async def never_reads_grpc(system: AttackedSystem) -> str:
+    request = inference_pb2.GenerateRequest(model="tiny", text=PROMPT).SerializeToString()
+    counter = 'headrace_client_requests_total{outcome="cancelled"}'
+    before = system.counts()[counter]
+    _, writer = await asyncio.open_connection("127.0.0.1", system.impatient_grpc_port)
+    try:
+        writer.write(unread_call("/headrace.v1.Inference/Generate", request, **system.as_(ATTACKER)))
+        async with asyncio.timeout(60):
+            while system.counts()[counter] == before:  # noqa: ASYNC110 - a client that does not read hears nothing
+                await asyncio.sleep(0.01)
+        await system.at_rest()
+    finally:
+        writer.transport.abort()
+    return "work ended"
+
+
+@asynccontextmanager
+async def grpc_door(system: AttackedSystem, *options: tuple[str, int]) -> AsyncIterator[int]:
+    """The port of one more gRPC server of the gateway's, with these bounds smaller than they are."""
+    channels = Channels()
+    server, port = await serve_grpc(
+        system.gateway.service,
+        address="127.0.0.1:0",
+        channel_to=channels.to,
+        options=tuple((dict(FRONT_DOOR_OPTIONS) | dict(options)).items()),
+    )
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+        await channels.close()
+
+
+def unread_call(path: str, message: bytes = b"", **metadata: str) -> bytes:
+    """HTTP/2 as a client sends it that allows nothing of the answer: settings, and one call."""
+    pairs = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"} | metadata
+    pairs["content-type"] = "application/grpc"
+    head = b"".join(bytes([0, len(k)]) + k.encode() + bytes([len(v)]) + v.encode() for k, v in pairs.items())
+    body = struct.pack(">BL", 0, len(message)) + message
+    frames = ((4, 0, 0, struct.pack(">HL", 4, 0)), (1, 4, 1, head), (0, 1, 1, body))
+    spelled = (
+        struct.pack(">LBL", len(payload) << 8 | kind, flags, of) + payload for kind, flags, of, payload in frames
+    )
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(spelled)
+
+
+async def read_all(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes the connection, or resets it."""
+    found = b""
+    async with asyncio.timeout(60):
+        with suppress(ConnectionError):
+            while some := await reader.read(1 << 16):
+                found += some
+    return found
+
+
+@attack("health's answers left unread, without a key, to keep their places", answer="connection closed", counted="")
+async def unread_health(system: AttackedSystem) -> str:
+    ages = (("grpc.max_connection_age_ms", 200), ("grpc.max_connection_age_grace_ms", 200))
+    async with grpc_door(system, *ages) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(unread_call("/grpc.health.v1.Health/Check"))
+        rest, kinds = await read_all(reader), set()
+        writer.transport.abort()
+    while rest:
+        high, low, kind, _, of = struct.unpack(">HBBBL", rest[:9])
+        kinds.add((kind, of))
+        rest = rest[9 + (high << 8 | low) :]
+    assert (1, 1) in kinds, "the call's answer began"
+    assert (0, 1) not in kinds, "and was not let through"
+    return "connection closed"
+
+
+@attack("more gRPC connections than there may be", answer="connection closed", counted="")
+async def many_connections(system: AttackedSystem) -> str:
+    async with grpc_door(system, ("grpc.max_allowed_incoming_connections", 2)) as port:
+        opened = []
+        try:
+            for _ in range(3):
+                opened.append(await asyncio.open_connection("127.0.0.1", port))
+                opened[-1][1].write(unread_call("/grpc.health.v1.Health/Check"))
+                if len(opened) < 3:
+                    await opened[-1][0].readexactly(9)  # a server's settings
+            assert await read_all(opened[-1][0]) == b""
+        finally:
+            for _, writer in opened:
+                writer.transport.abort()
+    return "connection closed"
+
+
+@attack("a store node's call to a gateway", answer="UNIMPLEMENTED", counted=refused("invalid"))
 async def inner_call(system: AttackedSystem) -> str:
     call = system.grpc_channel.unary_unary("/headrace.v1.NodeAdmin/SetBudgets")
     return await code_of(call(b"", metadata=metadata(system, ATTACKER)))
 
 
-@attack("watching health more often than is allowed", answer="RESOURCE_EXHAUSTED", counted="")
+@attack("watching health more often than is allowed", answer="RESOURCE_EXHAUSTED", counted=refused("no_room"))
 async def many_watches(system: AttackedSystem) -> str:
     health = health_pb2_grpc.HealthStub(system.grpc_channel)
     async with AsyncExitStack() as stack:
@@ -179,12 +282,20 @@ async def request_id_of(system: AttackedSystem, tenant: str) -> str:
     return events[0].accepted.request_id
 
 
-@attack("where another tenant's request went, by its id", answer="the same words as for no request", counted="")
+@attack(
+    "where another tenant's request went, by its id",
+    answer="the same words as for no request",
+    counted=refused("invalid"),
+)
 async def others_route(system: AttackedSystem) -> str:
     return await same_words(system, system.admin.ExplainRoute, admin_pb2.ExplainRouteRequest)
 
 
-@attack("why another tenant's request missed, by its id", answer="the same words as for no request", counted="")
+@attack(
+    "why another tenant's request missed, by its id",
+    answer="the same words as for no request",
+    counted=refused("invalid"),
+)
 async def others_miss(system: AttackedSystem) -> str:
     return await same_words(system, system.admin.WhyMiss, admin_pb2.WhyMissRequest)
 
