@@ -18,7 +18,7 @@ from headrace.admin.inference_commands import (
 )
 from headrace.admin.terminal import read_stdin, say
 from headrace.client import HeadraceClient, Message, RequestOptions
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, UnknownModel
 
 
 @click.command()
@@ -78,7 +78,9 @@ class Conversation:
     ) -> None:
         """Ask the server for its models first, so that a wrong address or name is told before anybody types."""
         served = [m.id for m in client.list_models()]
-        self.model = options.get("model") or (served[0] if served else "")
+        self.model = options.get("model") or (served[0] if len(served) == 1 else "")
+        if self.model not in served:
+            raise UnknownModel(self.model, served)
         self._client = client
         self._options: RequestOptions = {**options, "model": self.model}
         self._start = [Message("system", system)] if system else []

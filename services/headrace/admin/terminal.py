@@ -54,7 +54,7 @@ EXIT_INTERRUPTED = 130
 EXIT_CODE_HELP = """\b
 Exit codes:
   0  done
-  1  a check found a difference, or an error without a class of its own
+  1  a check found a difference, a disk is full, or an error without a class of its own
   2  wrong usage
   3  the request is invalid, or the model is not served
   4  overloaded: try again later

@@ -238,6 +238,13 @@ def test_chat_keeps_its_history_and_shows_what_was_cached(run, small_gateway):
     assert "first token" in second_turn
 
 
+def test_a_model_that_is_not_served_is_told_before_anybody_types(run, small_gateway):
+    """Fails when a conversation begins that cannot have an answer."""
+    done = run("chat", "--model", "gpt", input="first\n")
+    assert (done.exit_code, small_gateway.requests) == (3, [])
+    assert "'gpt' is not served here; served: echo-1" in done.stderr
+
+
 def test_reset_forgets_the_turns_but_not_the_system_message(run, small_gateway):
     run("chat", "--system", "Be brief", input="first\n/reset\nsecond\n")
     for request, text in zip(small_gateway.requests, ("first", "second"), strict=True):
