@@ -96,11 +96,11 @@ class CandidateCosts:
         self.held_tokens: Ints = at_hand * prompt.block_tokens  # without a network
         self.node_runs = held.nodes if CacheSource.GRPC in sources else {}  # blocks that can be read over a network
         self.far_blocks = max(self.node_runs.values(), default=0)
-        self.longest_blocks = max(self.far_blocks, int(at_hand.max()))
         self.price = gpu_price(self.queue_s[columns.computing], snapshot.usual_work_s)
         self.before_s, self.overtaken = self._order_among(snapshot.waiting)
         self.scores = self._score(self.far_blocks * prompt.block_tokens)
         self.computed_tokens: Ints = self._num_tokens - self.scores.fetch_to  # of the prompt, on each worker
+        self.spared_blocks = int(self.scores.fetch_to.max()) // prompt.block_tokens  # where the furthest worker begins
         self.step_s: Floats = columns.step_s + columns.sequence_s * (self.load + 1)
         self.decode_s: Floats = self.step_s * min(FIRST_TOKENS, request.sampling.max_tokens)
         needed = self._num_tokens // prompt.block_tokens + 1

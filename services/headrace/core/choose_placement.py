@@ -6,13 +6,13 @@
 C is a worker's prefill cost, [own) what it has itself, [lo, hi) what it fetches while its queue drains and it computes
 [own, lo). T_queue is what a worker computes before the prompt; those that wait there and are computed after it, since
 they rank behind it, wait for its work as well. `price` puts a value on GPU time when no worker is free: spare workers
-make it 0. Among placements within `TIE_S` of the best, the rendezvous hash of the first block that nobody holds
-decides, so that equal prompts meet.
+make it 0. Among placements within `TIE_S` of the best, the rendezvous hash of the first block that all of them would
+compute decides, so that equal prompts meet.
 
 Knows arrays only: who the workers are, what the numbers came from and what happens next are the caller's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,20 +101,29 @@ class Placement:
     fetch_s: float  # until the fetched bytes are there
     ttft_s: float
     cost_s: float
+    least_compute_s: float  # of the best placement on each worker
 
 
 def choose_placement(
-    prompt_tokens: int, workers: Workers, *, copy: Copy | None, price: float, tie_key: int, interference: float = 0.0
+    prompt_tokens: int,
+    workers: Workers,
+    *,
+    copy: Copy | None,
+    price: float,
+    tie_key: Callable[[int], int],
+    interference: float = 0.0,
 ) -> Placement:
     """The worker, and what it fetches, of least cost. Needs at least one worker.
 
-    price: seconds of answer that one second of GPU is worth.  tie_key: hash of the first block that nobody holds.
+    price: seconds of answer that one second of GPU is worth.
+    tie_key: hash of the block behind so many leading tokens, which are the most that any worker would not compute.
+    What can be fetched and is not, since computing is sooner, does not count.
     The last token is always computed: `own_tokens` and the copy never reach past `prompt_tokens - 1`.
     """
     scores = score_placements(
         prompt_tokens, workers, copies=() if copy is None else (copy,), price=price, interference=interference
     )
-    chosen = _of_near_ties(scores.cost_s, workers.ids, tie_key)
+    chosen = _of_near_ties(scores.cost_s, workers.ids, tie_key(int(scores.fetch_to.max())))
     return Placement(
         worker=chosen,
         fetch_from=int(scores.fetch_from[chosen]),
@@ -124,6 +133,7 @@ def choose_placement(
         fetch_s=float(scores.fetch_s[chosen]),
         ttft_s=float(scores.ttft_s[chosen]),
         cost_s=float(scores.cost_s[chosen]),
+        least_compute_s=float(scores.compute_s.min()),
     )
 
 

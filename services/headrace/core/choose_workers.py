@@ -219,7 +219,7 @@ class _Choice:
         if self.tie_break is not None and not affinity:
             tie_break = self.tie_break
             return min(map(int, near), key=lambda row: tie_break(records[row].worker_id)), SettledBy.HASH
-        key = _tie_key(self.request, self.costs.longest_blocks)
+        key = _tie_key(self.request, self.costs.spared_blocks)
         return int(near[rendezvous(self.costs.columns.ids[near], key).argmax()]), SettledBy.HASH
 
     def _plans(
@@ -256,17 +256,17 @@ def _least_first(values: Floats, count: int) -> Ints:
     return places[np.argsort(values[places], kind="stable")][:count]
 
 
-def _tie_key(request: GenerateRequest, longest_blocks: int) -> int:
-    """Requests of one affinity key meet; others by the first block that nobody holds, which equal prompts have in
-    common. Every gateway agrees without asking, and a worker that comes or goes moves only the keys that it wins or
-    won. The trust group is hashed with the key, so that no tenant can tell or choose where another one's requests go;
-    lengths keep the parts apart."""
+def _tie_key(request: GenerateRequest, spared_blocks: int) -> int:
+    """Requests of one affinity key meet; others by the first block that whoever is chosen computes, which equal prompts
+    have in common. Every gateway agrees without asking, and a worker that comes or goes moves only the keys that it
+    wins or won. The trust group is hashed with the key, so that no tenant can tell or choose where another one's
+    requests go; lengths keep the parts apart."""
     chain, key = request.prompt.chain, request.cache.affinity_key
     if key:
         parts = [part.encode() for part in (request.trust_group, key)]
         spelled = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     else:
-        spelled = chain[min(longest_blocks, len(chain) - 1)] if chain else request.request_id.encode()
+        spelled = chain[min(spared_blocks, len(chain) - 1)] if chain else request.request_id.encode()
     return int.from_bytes(hashlib.blake2b(spelled, digest_size=8).digest(), "little")
 
 

@@ -56,12 +56,9 @@ class HeadracePolicy:
         depth = np.maximum(held, predicted) * fleet.block_tokens
         queue = self.queue_before(request, depth)
         copy, source = self.best_copy(request)
-        tie_key = self._first_unheld(request, depth, copy)
         price = self.price(fleet.queue_s()[self._prefillers])
-        placed = self._place(
-            request, self._prefillers, depth=depth, queue=queue, copy=copy, price=price, tie_key=tie_key
-        )
-        self._usual_work_s += WORK_WEIGHT * (self._least_work_s(request, depth, copy) - self._usual_work_s)
+        placed = self._place(request, self._prefillers, depth=depth, queue=queue, copy=copy, price=price)
+        self._usual_work_s += WORK_WEIGHT * (placed.least_compute_s - self._usual_work_s)
         worker = int(self._prefillers[placed.worker])
         until_s = fleet.now_s + placed.ttft_s + PREDICTION_SLACK * placed.compute_s
         if worker in model.decoders:
@@ -72,11 +69,6 @@ class HeadracePolicy:
             return RoutePlan(None, decode, local)
         self._predicted.add(worker, request.chain, until_s=until_s)
         return _plan(placed, prefill=worker, decode=decode, source=source)
-
-    def _least_work_s(self, request: SimulatedRequest, depth: np.ndarray, copy: Copy | None) -> float:
-        """What the prompt would cost on the worker that can begin furthest."""
-        found = max(int(depth[self._prefillers].max()), copy.tokens if copy else 0)
-        return float(self._fleet.model.prefill.seconds(min(found, request.input_tokens - 1), request.input_tokens))
 
     def predicted_depths(self, request: SimulatedRequest) -> np.ndarray:
         """Leading blocks that each worker is about to have."""
@@ -111,7 +103,6 @@ class HeadracePolicy:
         queue: Queue,
         copy: Copy | None,
         price: float,
-        tie_key: int,
     ) -> Placement:
         fleet = self._fleet
         mixed = fleet.model.mixed_workers > 0
@@ -127,7 +118,12 @@ class HeadracePolicy:
             copy = Copy(copy.tokens, copy.token_bytes, copy.link, copy.link_busy_s[among])
         interference = INTERFERENCE if mixed else 0.0
         return choose_placement(
-            request.input_tokens, workers, copy=copy, price=price, tie_key=tie_key, interference=interference
+            request.input_tokens,
+            workers,
+            copy=copy,
+            price=price,
+            tie_key=lambda spared_tokens: self._tie_key(request, max(spared_tokens, int(depth.max()))),
+            interference=interference,
         )
 
     def best_copy(self, request: SimulatedRequest) -> tuple[Copy | None, int]:
@@ -146,11 +142,11 @@ class HeadracePolicy:
         waits[source] = 0.0  # its own memory needs no link
         return Copy(longest * fleet.block_tokens, fleet.model.moved_token_bytes, fleet.model.network, waits), source
 
-    def _first_unheld(self, request: SimulatedRequest, depth: np.ndarray, copy: Copy | None) -> int:
-        """A number for the first block that nobody has: equal prompts have it in common, others do not."""
-        held = max(int(depth.max()), copy.tokens if copy else 0) // self._fleet.block_tokens
+    def _tie_key(self, request: SimulatedRequest, spared_tokens: int) -> int:
+        """A number for the first block that all would compute: equal prompts have it in common, others do not."""
         chain = request.chain
-        return chain[min(held, len(chain) - 1)] * 0x9E3779B97F4A7C15 if chain else request.number
+        block = min(spared_tokens // self._fleet.block_tokens, len(chain) - 1)
+        return chain[block] * 0x9E3779B97F4A7C15 if chain else request.number
 
     def choose_decode(
         self, request: SimulatedRequest, placed: Placement, *, depth: np.ndarray, queue: Queue

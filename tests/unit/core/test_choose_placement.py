@@ -56,7 +56,9 @@ def cost_of(n: int, queue: float, own: int, start: int, end: int, busy: float, p
 def test_no_placement_costs_less_than_the_one_chosen(n, queue, own, copy_tokens, busy, price):
     """Fails when a term is wrong or broadcast along the wrong axis."""
     workers = make_workers(queue, own[: len(queue)])
-    placed = choose_placement(n, workers, copy=make_copy(copy_tokens, workers, busy), price=price, tie_key=7)
+    placed = choose_placement(
+        n, workers, copy=make_copy(copy_tokens, workers, busy), price=price, tie_key=lambda spared: 7
+    )
     best = math.inf
     for index, wait in enumerate(queue):
         mine, end = min(own[index], n - 1), min(copy_tokens, n - 1)
@@ -72,23 +74,37 @@ def test_no_placement_costs_less_than_the_one_chosen(n, queue, own, copy_tokens,
     assert mine <= placed.fetch_from <= placed.fetch_to <= n - 1
 
 
+@pytest.mark.parametrize(("bytes_per_s", "spared"), [(25e9, 9_000), (1e8, 2_000)])
+def test_a_copy_that_is_sooner_computed_than_fetched_counts_for_nothing(bytes_per_s: float, spared: int):
+    """Fails when prompts scatter by a block that each worker computes, or GPU time is priced as if none need to."""
+    workers = make_workers([0.0, 0.0], [2_000, 0])
+    asked: list[int] = []
+    link = LinkCost(bytes_per_s, LINK.round_trip_s)
+    copy = make_copy(9_000, workers, link=link)
+    placed = choose_placement(10_000, workers, copy=copy, price=0.0, tie_key=lambda tokens: asked.append(tokens) or 1)
+    assert asked == [spared]
+    assert placed.least_compute_s == pytest.approx(float(COST.seconds(spared, 10_000)))
+
+
 def test_a_long_queue_outweighs_a_long_match():
     workers = make_workers([5.0, 0.0], [9_000, 0])
-    assert choose_placement(10_000, workers, copy=None, price=0.0, tie_key=1).worker == 1
+    assert choose_placement(10_000, workers, copy=None, price=0.0, tie_key=lambda spared: 1).worker == 1
 
 
 def test_a_match_outweighs_a_short_queue():
     workers = make_workers([0.3, 0.0], [9_000, 0])
-    assert choose_placement(10_000, workers, copy=None, price=0.0, tie_key=1).worker == 0
+    assert choose_placement(10_000, workers, copy=None, price=0.0, tie_key=lambda spared: 1).worker == 0
 
 
 def test_a_slow_link_is_not_waited_for():
     """Load or compute: fetching 10 GB/s pays, fetching over a link of 10 MB/s does not."""
     workers = make_workers([0.0], [0])
     slow = LinkCost(bytes_per_s=1e7, round_trip_s=0.0002)
-    fast = choose_placement(10_000, workers, copy=make_copy(9_000, workers), price=0.0, tie_key=1)
+    fast = choose_placement(10_000, workers, copy=make_copy(9_000, workers), price=0.0, tie_key=lambda spared: 1)
     assert fast.fetch_to - fast.fetch_from > 5_000
-    kept = choose_placement(10_000, workers, copy=make_copy(9_000, workers, link=slow), price=0.0, tie_key=1)
+    kept = choose_placement(
+        10_000, workers, copy=make_copy(9_000, workers, link=slow), price=0.0, tie_key=lambda spared: 1
+    )
     assert kept.fetch_to == kept.fetch_from
 
 
@@ -96,28 +112,36 @@ def test_the_head_is_computed_while_the_rest_travels():
     """A link about as fast as the worker: it computes a part and fetches the other."""
     link = LinkCost(bytes_per_s=12_000.0 * TOKEN_BYTES, round_trip_s=0.0)
     workers = make_workers([0.0], [0])
-    placed = choose_placement(20_000, workers, copy=make_copy(19_000, workers, link=link), price=0.0, tie_key=1)
+    placed = choose_placement(
+        20_000, workers, copy=make_copy(19_000, workers, link=link), price=0.0, tie_key=lambda spared: 1
+    )
     assert 0 < placed.fetch_from < placed.fetch_to
 
 
 def test_dear_gpu_time_prefers_the_worker_with_the_match():
     workers = make_workers([0.6, 0.0], [8_000, 0])
-    assert choose_placement(8_500, workers, copy=None, price=0.0, tie_key=1).worker == 0
+    assert choose_placement(8_500, workers, copy=None, price=0.0, tie_key=lambda spared: 1).worker == 0
     workers = make_workers([0.9, 0.0], [8_000, 0])
-    assert choose_placement(8_500, workers, copy=None, price=0.0, tie_key=1).worker == 1
-    assert choose_placement(8_500, workers, copy=None, price=2.0, tie_key=1).worker == 0
+    assert choose_placement(8_500, workers, copy=None, price=0.0, tie_key=lambda spared: 1).worker == 1
+    assert choose_placement(8_500, workers, copy=None, price=2.0, tie_key=lambda spared: 1).worker == 0
 
 
 def test_decodes_beside_it_count_against_a_mixed_worker():
     workers = make_workers([0.0, 0.0], [0, 0], decodes=[30, 0])
-    placed = choose_placement(10_000, workers, copy=None, price=0.0, tie_key=1, interference=0.02)
+    placed = choose_placement(10_000, workers, copy=None, price=0.0, tie_key=lambda spared: 1, interference=0.02)
     assert placed.worker == 1
 
 
 def test_near_ties_go_where_the_key_says_and_spread_over_keys():
     workers = make_workers([0.0] * 10, [0] * 10)
-    chosen = [choose_placement(1_000, workers, copy=None, price=0.0, tie_key=key).worker for key in range(400)]
-    again = [choose_placement(1_000, workers, copy=None, price=0.0, tie_key=key).worker for key in range(400)]
+    chosen = [
+        choose_placement(1_000, workers, copy=None, price=0.0, tie_key=lambda spared, key=key: key).worker
+        for key in range(400)
+    ]
+    again = [
+        choose_placement(1_000, workers, copy=None, price=0.0, tie_key=lambda spared, key=key: key).worker
+        for key in range(400)
+    ]
     assert chosen == again
     assert all(15 <= chosen.count(worker) <= 75 for worker in range(10))
 
@@ -131,7 +155,7 @@ def test_gpu_time_is_free_while_a_tenth_of_the_workers_is():
 
 def test_the_last_token_is_always_computed():
     workers = make_workers([0.0], [5_000])
-    assert choose_placement(5_000, workers, copy=None, price=0.0, tie_key=1).compute_s > 0
+    assert choose_placement(5_000, workers, copy=None, price=0.0, tie_key=lambda spared: 1).compute_s > 0
 
 
 def test_of_layers_with_a_window_no_more_is_fetched_than_the_window():
