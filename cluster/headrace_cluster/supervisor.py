@@ -37,7 +37,7 @@ from headrace.transfer.check_network import is_loopback, name_to_call
 from headrace.transfer.tls_files import tls_of_client
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, InstanceState, write_state
-from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, serve_app
+from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, SHUTDOWN_GRACE_S, build_app
 from headrace_cluster.store_actor import stop_store_actors
 from headrace_cluster.tenants_copy import TenantsCopy
 
@@ -120,8 +120,8 @@ class Supervisor:
         """Each part is put on the stack as it is started, so that they end in the opposite order."""
         self._record()
         gateway = self._config.gateway
-        http_port = self._port("http_port", gateway.http_host, gateway.http_port)
-        grpc_port = self._port("grpc_port", gateway.http_host, gateway.grpc_port)
+        http_port = self._port("http_port", gateway.http_host, gateway.http_port, parts)
+        grpc_port = self._port("grpc_port", gateway.http_host, gateway.grpc_port, parts)
         if not self._config.index.redis_url:
             self._index = EmbeddedValkey()
             redis_url = self._index.start()
@@ -153,8 +153,9 @@ class Supervisor:
         )
         host, scheme = name_to_call(self._config, gateway.http_host), "https" if self._tls is not None else "http"
         self._started("Serve", http_url=f"{scheme}://{host}:{http_port}", grpc_target=f"{host}:{grpc_port}")
+        app = build_app(config_to_flat(self._config), grace_s=SHUTDOWN_GRACE_S)
         serve.run_many(
-            [serve.RunTarget(target=serve_app(config_to_flat(self._config)), name=APP_NAME, **RUN_OPTIONS)],
+            [serve.RunTarget(target=app, name=APP_NAME, **RUN_OPTIONS)],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
@@ -206,10 +207,10 @@ class Supervisor:
                 except EmbeddedValkeyFailed as error:  # tried again in a second; until then lookups miss
                     log.warning("%s", error)
 
-    def _port(self, key: str, host: str, wanted: int) -> int:
+    def _port(self, key: str, host: str, wanted: int, parts: ExitStack) -> int:
         """The wanted port; another one when it was left to us (0) or is a default that is taken."""
         if wanted == 0:
-            return free_port(host)
+            return int(parts.enter_context(hold_free_port(host)).getsockname()[1])
         if can_bind(host, wanted):
             return wanted
         if wanted != getattr(GatewaySettings(), key):
@@ -359,11 +360,14 @@ def can_bind(host: str, port: int) -> bool:
         return True
 
 
-def free_port(host: str) -> int:
-    """A port that is free now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def hold_free_port(host: str) -> socket.socket:
+    """A free port that nobody else gets while this is open: for Serve's proxies, which start seconds later, and again
+    whenever one dies. They share it, as they set SO_REUSEPORT, too; without listening this takes none of their
+    connections."""
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((host, 0))
+    return held
 
 
 def stop_on_sigterm() -> None:

@@ -34,7 +34,7 @@ from headrace_cluster.local_instance import INSTANCE_VARIABLE, processes_of
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS
 from headrace_cluster.store_actor import stop_store_actors
-from headrace_cluster.supervisor import free_port
+from headrace_cluster.supervisor import hold_free_port
 
 CONFIG = yaml.safe_load((Path(headrace_cluster.__file__).parent / "serve_config.yaml").read_text(encoding="utf-8"))
 WORKER_TITLE = "ray::ServeReplica:headrace:DecodeWorker"
@@ -119,8 +119,9 @@ def scale_with_one_starting(deployed: Deployed, pool: ThreadPoolExecutor) -> dic
     wait_until(lambda: workers_by_state() == {"RUNNING": 2, "STOPPING": 1}, "one that is to end")
     os.kill(starting, signal.SIGCONT)
     wait_until(lambda: worker_pids() == known, "the end of the one that was starting")
+    # It may have come as far as to announce itself.
+    wait_until(lambda: deployed.worker_ids() == before, "the workers of before, and no other")
     return {
-        "same_workers": deployed.worker_ids() == before,
         "streams": [stream.result() for stream in streams],
     }
 
@@ -159,9 +160,13 @@ def beside_another(deployed: Deployed) -> dict[str, Any]:
 
 
 def main(redis_url: str, model: str) -> None:
-    grpc_port = free_port("127.0.0.1")
     os.environ[CALLBACK_VARIABLE] = CALLBACK
-    with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as temp_dir:
+    with (
+        tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as temp_dir,
+        hold_free_port("127.0.0.1") as http,
+        hold_free_port("127.0.0.1") as grpc,
+    ):
+        http_port, grpc_port = http.getsockname()[1], grpc.getsockname()[1]
         ray.init(
             address="local", _temp_dir=temp_dir, _node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=2,
             object_store_memory=80 * 1024 * 1024, log_to_driver=False,
@@ -169,7 +174,7 @@ def main(redis_url: str, model: str) -> None:
         try:
             serve.start(
                 proxy_location="HeadOnly",
-                http_options={"host": "127.0.0.1", "port": free_port("127.0.0.1")},
+                http_options={"host": "127.0.0.1", "port": http_port},
                 grpc_options={"port": grpc_port, "grpc_servicer_functions": GRPC_SERVICER_FUNCTIONS},
             )
             deployed = Deployed(redis_url, model, grpc_port)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from headrace_cluster.supervisor import can_bind, free_port, last_error
+from headrace_cluster.supervisor import can_bind, hold_free_port, last_error
 
 REMOTE = """The deployment failed to start 1 times in a row. Error:
 \x1b[36mray::ServeReplica:headrace:DecodeWorker.initialize_and_get_metadata()\x1b[39m (pid=1, ip=10.0.0.1)
@@ -31,5 +31,21 @@ def test_a_port_that_something_listens_on_cannot_be_bound():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert not can_bind("127.0.0.1", taken.getsockname()[1])
-    assert can_bind("127.0.0.1", free_port("127.0.0.1"))
+        port = taken.getsockname()[1]
+        assert not can_bind("127.0.0.1", port)
+    assert can_bind("127.0.0.1", port)
+
+
+def test_a_port_that_is_held_is_nobodys_but_a_proxys_which_shares_it():
+    """Fails when others can be given the port before a proxy listens, or one cannot listen while it is held."""
+    with hold_free_port("127.0.0.1") as held, socket.socket() as proxy:
+        address = held.getsockname()
+        assert not can_bind(*address)
+        proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        proxy.bind(address)
+        proxy.listen()
+        for _ in range(8):  # none of them comes to the one that does not listen
+            with socket.create_connection(address, timeout=60):
+                proxy.accept()[0].close()
+    assert can_bind(*address)
