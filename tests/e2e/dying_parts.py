@@ -5,19 +5,23 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import httpx
+import pytest
 from local_system import LocalSystem, metrics_page, wait_until
 
+from headrace.client.errors import GatewayUnreachable
 from headrace.client.values import COLD, Sampling, TokenDelta
 from headrace.core.errors import HeadraceError
 from headrace_cluster.local_instance import processes_of
 
 LONG = 1_900  # tokens; a worker's pool takes 2,048
+ATTEMPTS = 10  # to be in time for streams of that length
 
 
 @dataclass(frozen=True)
@@ -94,39 +98,65 @@ def stream_while(
         return Streams(expected, [each.result() for each in streams])
 
 
-def http_completions(system: LocalSystem, prompts: Sequence[list[int]], *, max_tokens: int, stream: bool) -> list[str]:
+def http_completions(system: LocalSystem, prompts: Sequence[list[int]], *, max_tokens: int) -> list[str]:
     """What became of requests over HTTP that run at once: the status, or how the connection ended."""
     model = system.client.list_models()[0].id
 
     def ask(prompt: list[int]) -> str:
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         try:
-            with httpx.stream("POST", f"{system.state.http_url}/v1/completions", json=body, timeout=60) as reply:
-                lines = [line for line in reply.iter_lines() if line]
+            return str(httpx.post(f"{system.state.http_url}/v1/completions", json=body, timeout=60).status_code)
         except httpx.HTTPError as failed:
             return type(failed).__name__
-        assert not stream or lines[-1] == "data: [DONE]"
-        return str(reply.status_code)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(ask, prompts))
 
 
 @contextmanager
-def long_streams(system: LocalSystem, count: int = 4) -> Iterator["WorkForNobody"]:
-    """So many streams of LONG tokens, each of which has begun; they end with the scope at last. Yields what tells
-    whether a worker has computed one of them to its end."""
-    work = WorkForNobody(system)
+def long_streams(system: LocalSystem, *, over_grpc: int = 4, over_http: int = 0) -> Iterator["LongStreams"]:
+    """So many streams of LONG tokens, each of which has begun, and none of which is near its end: where the machine was
+    so fast, or this process so late, that one could be, others are begun. They end with the scope at last."""
     sampling = Sampling(max_tokens=LONG, ignore_eos=True)
-    streams = [system.client.stream([40 + number] * 20, sampling=sampling, cache=COLD) for number in range(count)]
-    readers = [iter(stream) for stream in streams]
-    for reader in readers:
-        next(reader), next(reader)
-    try:
-        yield work
-    finally:
-        for stream in streams:
-            stream.close()
+    body = {"model": system.client.list_models()[0].id, "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    for _ in range(ATTEMPTS):
+        with ExitStack() as opened:
+            work, readers = WorkForNobody(system), []
+            for number in range(over_grpc):
+                stream = system.client.stream([40 + number] * 20, sampling=sampling, cache=COLD)
+                readers.append(iter(opened.enter_context(stream)))
+            for number in range(over_http):
+                asked = body | {"prompt": [50 + number] * 20}
+                url = f"{system.state.http_url}/v1/completions"
+                reply = opened.enter_context(httpx.stream("POST", url, json=asked, timeout=60))
+                assert reply.status_code == 200
+                readers.append(reply.iter_lines())
+            for reader in readers:
+                next(reader), next(reader)
+            if work.most_steps() < LONG / 2:
+                yield LongStreams(work, readers[:over_grpc], readers[over_grpc:])
+                return
+    raise AssertionError(f"void: streams of {LONG} tokens were half over before anything could be done to them")
+
+
+@dataclass(frozen=True)
+class LongStreams:
+    """Streams under way, and what the workers have done since they began."""
+
+    work: "WorkForNobody"
+    over_grpc: Sequence[Iterator[object]]
+    over_http: Sequence[Iterator[str]]
+
+    def lose(self, pids: Sequence[int]) -> None:
+        """Kill all who stand between the workers and the clients: every client is told that its stream is cut off, and
+        the workers give up what they did for them."""
+        for pid in pids:
+            kill(pid)
+        for readers, error in ((self.over_grpc, GatewayUnreachable), (self.over_http, httpx.RemoteProtocolError)):
+            for reader in readers:
+                with pytest.raises(error):
+                    deque(reader, maxlen=0)
+        self.work.check_given_up()
 
 
 class WorkForNobody:
@@ -165,15 +195,6 @@ def sequences_on(ports: Sequence[int]) -> int:
 
 def metrics_ports(system: LocalSystem) -> list[int]:
     return [worker.metrics_port for worker in system.client.status().workers]
-
-
-def kill_and_see_the_work_end(pids: Sequence[int], work: WorkForNobody) -> None:
-    """Kill all who stand between workers and clients, and see the workers give up what they did for them."""
-    too_late = work.most_steps() > LONG / 2
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    if not too_late:  # else the streams may have ended by themselves
-        work.check_given_up()
 
 
 def pids_of(system: LocalSystem, part: str) -> list[int]:

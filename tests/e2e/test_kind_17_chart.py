@@ -33,6 +33,7 @@ from headrace.index.embedded_valkey import EmbeddedValkey
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BIN = Path(sys.executable).parent
+OTHER_PORTS = 3 + 2 * 3  # of the release, and of either pod
 # How long a state may take to come about on a machine that is busy with other tests.
 PATIENCE_S = 120.0
 # One gateway and one worker, in pods of their own.
@@ -50,15 +51,11 @@ def status(path: str, port: int) -> int:
         return 0
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def free_ports_in_a_row(count: int) -> int:
-    """The first of so many ports that are free now."""
-    for first in range(21_000, 32_000, count):
+    """The first of so many ports that are free now, and stay so until they are bound: the kernel gives none below
+    32,768 to who asks for any, and Ray's workers go up to 19,999. Two runs of this test begin at different places."""
+    begin = os.getpid() % 100
+    for first in (21_000 + 100 * ((begin + at) % 100) for at in range(100)):
         with contextlib.ExitStack() as listeners:
             try:
                 for port in range(first, first + count):
@@ -104,19 +101,19 @@ class Release:
         self._valkey = EmbeddedValkey()
         self._redis_url = self._valkey.start()
         # One of Ray, one of Serve's proxies: the nodes share a machine, so each has its own ports.
-        self.gcs = free_port()
-        self.http, self.grpc = free_port(), free_port()
         # The parts of both pods count up from one port here: nothing, the gateway, the worker's store node and it.
-        self.metrics = free_ports_in_a_row(METRICS_PORTS)
+        self.metrics = free_ports_in_a_row(METRICS_PORTS + OTHER_PORTS)
+        self._ports = iter(range(self.metrics + METRICS_PORTS, self.metrics + METRICS_PORTS + OTHER_PORTS))
+        self.gcs, self.http, self.grpc = next(self._ports), next(self._ports), next(self._ports)
         self._token = secrets.token_hex(32)
         self._started: list[Pod] = []
 
     def start_pod(self, component: str, *, head: bool) -> Pod:
         """A Ray node with the pod's environment and resources."""
         container = ray_pods(self._manifests)[component]["spec"]["containers"][0]
-        ports = {8265: free_port(), 10001: free_port(), 52365: free_port(), 8000: self.http, 9000: self.grpc}
+        ports = {port: next(self._ports) for port in (8265, 10001, 52365)} | {8000: self.http, 9000: self.grpc}
         ports[9401] = self.metrics + (1 if component == "gateway" else 2)
-        words = ["--disable-usage-stats", "--block", "--node-ip-address", "127.0.0.1", "--num-cpus", "2"]
+        words = ["--disable-usage-stats", "--block", "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
         words += ["--object-store-memory", str(80 * 2**20), "--dashboard-agent-listen-port", str(ports[52365])]
         words += ["--resources", json.dumps({f"headrace_{component.replace('both', 'decode')}": 1})]
         if head:
