@@ -23,6 +23,7 @@ Within a worker, step by step:
 
     engine/schedule_step.py:schedule_step        which rows of which sequences are computed next, and who gives way
     engine/follow_runs.py:follow_runs            equal beginnings of the same moment are computed once
+    engine/lay_out_step.py:lay_out_step          their rows, slots and tables: what one call of the model takes
     engine/attention.py:paged_attention          a layer's queries over the pages of their sequences
     engine/sample_token.py:sample_token          the next token, from its own row of logits only
 """

@@ -58,7 +58,8 @@ class SequenceSpan:
     row: int
     num_rows: int
     start: int
-    block_table: torch.Tensor  # [blocks] int64, on the CPU; covers the last tile's end, filled up with any valid id
+    pages: Sequence[int]  # ids of its blocks; covers the last tile's end, filled up with any valid id
+    block_table: torch.Tensor  # the same where the pool is, [blocks] int64
     first_key: int = 0  # KV of earlier positions is not there (any valid block id is): no layer of the model sees it
 
     @property
@@ -159,6 +160,7 @@ class StepContext:
     kv: PagedKV
     spans: Sequence[SequenceSpan]
     slots: torch.Tensor  # [real rows] int64: block_id * block_tokens + offset of each row
+    positions: torch.Tensor  # [rows] int64, padding among them: of each row in its sequence
     scratch: Scratch
     attention: "Attention"
     plans: dict[int | None, Any] = field(default_factory=dict)  # by window: what `attention` makes of the step
@@ -344,7 +346,7 @@ def _plan_gather(
     stop_key = tile_keys(spans[0].end - 1, window).stop
     first_block, offset = divmod(first_key, layout.block_tokens)
     tables = torch.stack([span.block_table[first_block:] for span in spans])  # [sequences, blocks]
-    rows = kv.rows_of(tables.to(kv.device))  # [2, sequences, kv_heads, blocks]
+    rows = kv.rows_of(tables)  # [2, sequences, kv_heads, blocks]
     copied = context.scratch.take("gathered", (2, rows[0].numel(), layout.block_tokens * layout.head_dim), like)
     # [2, sequences, kv_heads, keys from the first block on, head_dim]
     by_sequence = copied.view(*rows.shape[:3], -1, layout.head_dim)
@@ -429,10 +431,10 @@ def _mask(
     window: int | None,
 ) -> torch.Tensor:
     """[sequences, 1, rows * group, padded; keys]: 0 where a query may see a key, -inf where it may not."""
-    device = context.slots.device
-    starts = torch.tensor([span.start for span in spans], device=device).view(-1, 1, 1)
-    rows = torch.arange(part.start, part.stop, device=device).repeat_interleave(group)
-    queries = starts + rows.view(1, -1, 1)
+    device, num_rows = context.slots.device, spans[0].num_rows
+    # [sequences, rows of each]: the spans lie side by side.
+    queries = context.positions[spans[0].row :][: len(spans) * num_rows].view(len(spans), num_rows)
+    queries = queries[:, part.start : part.stop].repeat_interleave(group, dim=1).unsqueeze(2)
     positions = torch.arange(keys.start, keys.stop, device=device)
     hidden = positions > queries
     if window is not None:

@@ -27,6 +27,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from headrace.engine.attention import LayerRule, SequenceSpan, StepContext, first_visible
+from headrace.engine.send_numbers import Numbers, send_numbers
 
 # Rows of one tile of a block mask: torch's own choice, which the blocks of its kernels divide.
 TILE_ROWS = 128
@@ -43,6 +44,24 @@ KERNELS_MAX = 256
 
 # The position of what is not of a sequence: behind everything.
 NOWHERE = 1 << 30
+
+
+Pages = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskShape:
+    """What a kernel is compiled for, as far as the mask goes."""
+
+    sequences: int
+    num_rows: int  # of each
+    num_pages: int  # that there are, whoever reads them
+    block_tokens: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Of the rows of a sequence."""
+        return -(-self.num_rows // TILE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +89,16 @@ class FlexPlan:
 class FlexAttention:
     """An `Attention` over raw pools."""
 
-    def __init__(self, *, compiled: bool) -> None:
-        """compiled: torch.compile makes a kernel of each shape, when it comes first. Else plain operators."""
+    def __init__(self, *, compiled: bool, compiler: str = "inductor") -> None:
+        """compiled: torch.compile makes a kernel of each shape, when it comes first, by its backend `compiler`. Else
+        plain operators."""
         self.compiled = compiled
         self._call: Any = flex.flex_attention
         if compiled:
-            torch._dynamo.config.recompile_limit = KERNELS_MAX
-            self._call = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
+            # Not by torch's configuration: that is each thread's own, and a step's thread is none that loads models.
+            self._call = torch.compile(
+                flex.flex_attention, backend=compiler, dynamic=False, fullgraph=True, recompile_limit=KERNELS_MAX
+            )
         else:
             # Plain operators at once: else torch traces each call anew, to the same end.
             flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
@@ -139,15 +161,16 @@ def _power_of_two(count: int) -> int:
 
 
 def _plan_step(context: StepContext, query: torch.Tensor, window: int | None, *, in_place: bool) -> FlexPlan:
-    block_tokens, device = context.kv.layout.block_tokens, context.slots.device
-    blank = [
-        span.block_table[span.end // block_tokens] * block_tokens + torch.arange(span.end % block_tokens, block_tokens)
-        for span in context.spans
-        if span.end % block_tokens
-    ]
+    block_tokens = context.kv.layout.block_tokens
+    behind: list[int] = []
+    for span in context.spans:
+        page, used = divmod(span.end, block_tokens)
+        if used:
+            behind += range(span.pages[page] * block_tokens + used, (span.pages[page] + 1) * block_tokens)
+    (blank,) = send_numbers([behind], context.slots.device)
     return FlexPlan(
         groups=tuple(_plan_group(context, query, spans, window, in_place=in_place) for spans in _groups(context.spans)),
-        blank=torch.cat(blank).to(device) if blank else torch.empty(0, dtype=torch.int64, device=device),
+        blank=blank,
         output=query.new_zeros((query.shape[0], query.shape[1] * query.shape[2])),
     )
 
@@ -174,14 +197,22 @@ def _plan_group(
     for which, span in enumerate(spans):
         taken[which, : span.num_rows] = range(span.row, span.row + span.num_rows)
     places = [which * num_rows + row for which, span in enumerate(spans) for row in range(span.num_rows)]
-    pages = None if in_place else np.unique(np.concatenate([_pages(context, span, window) for span in spans]))
+    tables = [_pages(context, span, window) for span in spans]
+    pages, num_pages = np.arange(0), context.kv.num_blocks
+    if not in_place:
+        pages = np.unique(np.concatenate(tables))
+        num_pages, tables = len(pages), [np.searchsorted(pages, table) for table in tables]
+    shape = MaskShape(sequences, num_rows, num_pages, context.kv.layout.block_tokens)
+    taken_there, places_there, pages_there, *listed_there = send_numbers(
+        [taken.ravel(), places, pages, *_list_pages(spans, tables, window, shape)], device
+    )
     return Group(
         rows=slice(first_row, first_row + len(places)),
         sequences=sequences,
-        taken=torch.from_numpy(taken).flatten().to(device),
-        places=torch.tensor(places, device=device),
-        pages=None if pages is None else torch.from_numpy(pages).to(device),
-        mask=_mask(context, spans, window, sequences=sequences, num_rows=num_rows, pages=pages),
+        taken=taken_there,
+        places=places_there,
+        pages=None if in_place else pages_there,
+        mask=_mask(listed_there, window, shape),
         kernel=_kernel_options(context, query, num_rows) if device.type == "cuda" else None,
     )
 
@@ -198,56 +229,57 @@ def _kernel_options(context: StepContext, query: torch.Tensor, num_rows: int) ->
     return options
 
 
-def _mask(
-    context: StepContext,
-    spans: Sequence[SequenceSpan],
-    window: int | None,
-    *,
-    sequences: int,
-    num_rows: int,
-    pages: np.ndarray[Any, Any] | None,
-) -> BlockMask:
-    """Which pages each sequence reads, tile by tile of its rows, and what a row sees of them. pages: of which there
-    are, in ascending order; None for all of the pool."""
-    block_tokens, device = context.kv.layout.block_tokens, context.slots.device
-    num_pages = context.kv.num_blocks if pages is None else len(pages)
-    num_tiles = -(-num_rows // TILE_ROWS)
-    starts = np.zeros(sequences, dtype=np.int32)
-    positions = np.full((sequences, num_pages), NOWHERE, dtype=np.int32)  # of each page's first slot
-    counts = np.zeros((sequences, 1, num_tiles), dtype=np.int32)
-    listed = np.zeros((sequences, 1, num_tiles, num_pages), dtype=np.int32)
-    for which, span in enumerate(spans):
+def _list_pages(
+    spans: Sequence[SequenceSpan], tables: Sequence[Pages], window: int | None, shape: MaskShape
+) -> list[Numbers]:
+    """Which pages each sequence reads, tile by tile of its rows, as `_mask` wants them. tables: places of the pages
+    that the sequences read, in order of position, among all that there are."""
+    starts = np.zeros(shape.sequences, dtype=np.int64)
+    counts = np.zeros(shape.sequences * shape.num_tiles, dtype=np.int64)
+    known_at, known, listed_at, listed = (list[Pages]() for _ in range(4))
+    for which, (span, table) in enumerate(zip(spans, tables, strict=True)):
         assert span.first_key <= first_visible(span.start, window), "a key that this layer sees is not there"
-        table = _pages(context, span, window)
-        table = table if pages is None else np.searchsorted(pages, table)
-        first_page = first_visible(span.start, window) // block_tokens
+        first_page = first_visible(span.start, window) // shape.block_tokens
         starts[which] = span.start
-        positions[which, table] = np.arange(first_page, first_page + len(table)) * block_tokens
-        for tile, start in enumerate(range(span.start, span.end, TILE_ROWS)):
+        known_at.append(which * shape.num_pages + table)
+        known.append(np.arange(first_page, first_page + len(table)) * shape.block_tokens)
+        for tile, start in enumerate(range(span.start, span.end, TILE_ROWS), start=which * shape.num_tiles):
             end = min(start + TILE_ROWS, span.end)
-            seen = table[
-                first_visible(start, window) // block_tokens - first_page : -(-end // block_tokens) - first_page
-            ]
-            counts[which, 0, tile] = len(seen)
-            listed[which, 0, tile, : len(seen)] = seen
-    counts_there, listed_there, starts_there, positions_there = (
-        torch.from_numpy(each).to(device) for each in (counts, listed, starts, positions)
-    )
+            first_seen = first_visible(start, window) // shape.block_tokens
+            seen = table[first_seen - first_page : -(-end // shape.block_tokens) - first_page]
+            counts[tile] = len(seen)
+            listed_at.append(tile * shape.num_pages + np.arange(len(seen)))
+            listed.append(seen)
+    return [starts, counts, *(np.concatenate(each) for each in (known_at, known, listed_at, listed))]
+
+
+def _mask(numbers: Sequence[torch.Tensor], window: int | None, shape: MaskShape) -> BlockMask:
+    """Made on the device out of what `_list_pages` lists: with every page of a large pool, it would be megabytes."""
+    starts, counts, known_at, known, listed_at, listed = numbers
+    tiles = shape.sequences * shape.num_tiles
+    # Of each page's first slot, in each sequence.
+    positions = torch.full((shape.sequences * shape.num_pages,), NOWHERE, dtype=torch.int32, device=starts.device)
+    pages = torch.zeros(tiles * shape.num_pages, dtype=torch.int32, device=starts.device)
     return BlockMask.from_kv_blocks(
-        counts_there,
-        listed_there,
-        BLOCK_SIZE=(TILE_ROWS, block_tokens),
-        mask_mod=_visible(positions_there, starts_there, block_tokens=block_tokens, window=window),
-        seq_lengths=(num_rows, num_pages * block_tokens),
+        counts.int().view(shape.sequences, 1, shape.num_tiles),
+        pages.index_copy_(0, listed_at, listed.int()).view(shape.sequences, 1, shape.num_tiles, shape.num_pages),
+        BLOCK_SIZE=(TILE_ROWS, shape.block_tokens),
+        mask_mod=_visible(
+            positions.index_copy_(0, known_at, known.int()).view(shape.sequences, shape.num_pages),
+            starts.int(),
+            block_tokens=shape.block_tokens,
+            window=window,
+        ),
+        seq_lengths=(shape.num_rows, shape.num_pages * shape.block_tokens),
         compute_q_blocks=False,  # for gradients
     )
 
 
-def _pages(context: StepContext, span: SequenceSpan, window: int | None) -> np.ndarray[Any, Any]:
+def _pages(context: StepContext, span: SequenceSpan, window: int | None) -> Pages:
     """Ids of the blocks that a sequence's rows read in layers of this window, in order of position."""
     block_tokens = context.kv.layout.block_tokens
     first_page = first_visible(span.start, window) // block_tokens
-    return span.block_table[first_page : -(-span.end // block_tokens)].numpy()
+    return np.asarray(span.pages[first_page : -(-span.end // block_tokens)], dtype=np.int64)
 
 
 def _visible(positions: torch.Tensor, starts: torch.Tensor, *, block_tokens: int, window: int | None) -> Any:

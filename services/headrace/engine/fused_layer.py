@@ -27,13 +27,13 @@ FUSABLE = frozenset(
 
 
 def fuse_layers(model: PreTrainedModel) -> int:
-    """Replace the decoder layers of a CPU model, in place, before its linear layers are packed; returns how many.
+    """Replace the decoder layers of a model, in place, before its linear layers are packed; returns how many.
 
     All or none: models of other kinds stay as they are. What is replaced attends over pages only.
     """
     decoder = model.base_model
     layers = getattr(decoder, "layers", ())
-    if not all(_is_fusable(layer) for layer in layers) or model.device.type != "cpu":
+    if not all(_is_fusable(layer) for layer in layers):
         return 0
     with torch.inference_mode():
         for index, layer in enumerate(layers):
@@ -109,7 +109,7 @@ class FusedNorm(nn.Module):
         super().__init__()
         num = norm.weight.numel()
         self.weight = nn.Parameter(norm.weight.detach().float() * math.sqrt(num), requires_grad=False)
-        self.floor = torch.tensor(math.sqrt(num * norm.variance_epsilon))
+        self.floor = torch.tensor(math.sqrt(num * norm.variance_epsilon), device=norm.weight.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., weight's size], in the number format of `hidden`."""

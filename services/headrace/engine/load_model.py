@@ -25,7 +25,7 @@ from headrace.core.key_window import EVERYTHING, KeyWindow, model_window, near_p
 from headrace.core.layer_windows import LayerWindows
 from headrace.engine.attention import ATTENTION_NAME, ShapeProbe, register_attention
 from headrace.engine.check_model import hub_directory, local_directory
-from headrace.engine.choose_attention import choose_attention
+from headrace.engine.choose_attention import choose_attention, plain_logits
 from headrace.engine.codec_bound import codec_line, lossy_codec
 from headrace.engine.collapse_pages import collapse_pages
 from headrace.engine.compare_forward import compare_forward
@@ -52,11 +52,13 @@ CODE_FILES = (
     "attention",
     "compare_forward",
     "fused_layer",
+    "lay_out_step",
     "layered_kv",
     "model_runner",
     "numerics_probe",
     "packed_linear",
     "paged_kv",
+    "send_numbers",
 )
 
 Report = Callable[[str], None]
@@ -121,8 +123,8 @@ def load_model(
     near_window = windows.near_window(engine.block_tokens)
     if (windowed := windows_line(windows.tokens, window, context_tokens_max, near_window)) is not None:
         report(f"{name}: {windowed}")
-    if model.device.type == "cpu":
-        _rearrange_weights(model)
+    plain = None if model.device.type == "cpu" else plain_logits(model)
+    _rearrange_weights(model)
     numerics = _check_numerics(
         settings,
         name=name,
@@ -141,7 +143,7 @@ def load_model(
     runner = ModelRunner(
         model, kv, row_multiple=numerics.row_multiple, threads=threads, small_threads_max=numerics.small_threads_max
     )
-    not_exact = "flex" if choose_attention(runner, settings, engine, name=name, report=report) else ""
+    not_exact = "flex" if choose_attention(runner, settings, engine, name=name, report=report, plain=plain) else ""
     return LoadedModel(
         name=name,
         path=path,
@@ -159,7 +161,7 @@ def load_model(
             trust_group=trust_group,
         ),
         context_tokens_max=context_tokens_max,
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=_eos_token_ids(name, path, config),
         window=window,
         windows=windows,
         exact=exact,
@@ -167,9 +169,11 @@ def load_model(
 
 
 def _rearrange_weights(model: PreTrainedModel) -> None:
-    """In place: the order and the pages in which a CPU reads them fastest."""
+    """In place: few operators, and the order and the pages in which a CPU reads weights fastest."""
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     fuse_layers(model)
+    if model.device.type != "cpu":
+        return
     pack_linears(model)
     if weight_bytes >= HUGE_WEIGHT_BYTES:
         collapse_pages()
@@ -340,10 +344,13 @@ def _why_not_exact(config: PretrainedConfig, model: PreTrainedModel) -> str:
     return "the bitwise self-test failed on this processor with this build of torch"
 
 
-def _eos_token_ids(path: Path, config: PretrainedConfig) -> frozenset[int]:
+def _eos_token_ids(name: str, path: Path, config: PretrainedConfig) -> frozenset[int]:
     """generation_config.json's end tokens, else config.json's."""
     file = path / "generation_config.json"
-    found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
+        raise ModelRefused(name, f"its generation_config.json cannot be used: {error}") from error
     if found is None:
         found = config.eos_token_id
     return frozenset(found if isinstance(found, list) else () if found is None else (found,))

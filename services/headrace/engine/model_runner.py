@@ -1,47 +1,30 @@
 """One forward pass over a mixed batch: prefill chunks and decode rows of several sequences, flattened.
 
-This file owns how sequences become the rows of one call of the model, and the padding of those rows that exactness
-asks for. It knows nothing of requests, sampling or who owns a block; the caller's block tables are trusted.
+This file owns the call of the model, on how many threads it runs, and when it is done: the device has been waited for.
+It knows nothing of requests, sampling or who owns a block.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace.engine.attention import (
-    TILE,
-    Attention,
-    Scratch,
-    SequenceSpan,
-    StepContext,
-    attend_gathered,
-    attending,
-)
-from headrace.engine.layered_kv import LayeredKV, PoolKV
+from headrace.engine.attention import Attention, Scratch, attend_gathered, attending
+from headrace.engine.copy_streams import finish_stream
+from headrace.engine.lay_out_step import SequenceStep, lay_out_step
+from headrace.engine.layered_kv import PoolKV
 from headrace.engine.packed_linear import PackedLinear
-from headrace.engine.paged_kv import PagedKV
 from headrace.engine.thread_choice import ThreadChoice
+
+__all__ = ["ModelRunner", "SequenceStep"]
 
 # Multiplications in the middle-sized linear layer of a step from which all threads do the step, whoever else wants a
 # core: 16 M take about 0.2 ms on one core, and waking a second thread and waiting for it takes 0.05 to 0.2 ms. Below,
 # `thread_choice.py` tries which is faster.
 PARALLEL_WORK_MIN = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
-    """Some consecutive tokens of one sequence, to be computed in this step."""
-
-    token_ids: tuple[int, ...]
-    start: int  # absolute position of the first token; all earlier ones that a layer sees hold valid KV
-    block_ids: Sequence[int]  # block table, from block `first_block` to the one of the last token (`core/part_ids.py`)
-    num_logits: int  # of so many of the last tokens, logits are wanted; 0 for none
-    first_block: int = 0  # earlier blocks are not there, since every layer's window has passed them
 
 
 class ModelRunner:
@@ -89,34 +72,26 @@ class ModelRunner:
         """
         assert steps
         assert all(0 <= step.num_logits <= len(step.token_ids) > 0 for step in steps)
-        order = sorted(range(len(steps)), key=lambda which: _company(steps[which]))
-        ordered = [steps[which] for which in order]
-        token_ids = [token for step in ordered for token in step.token_ids]
-        positions = [p for step in ordered for p in range(step.start, step.start + len(step.token_ids))]
-        context = self._lay_out(ordered)
-        which_to_span = dict(zip(order, context.spans, strict=True))
-        wanted: list[int] = []
-        for which, step in enumerate(steps):
-            end = which_to_span[which].row + len(step.token_ids)
-            wanted += range(end - step.num_logits, end)
+        rows = lay_out_step(
+            steps, self.kv, row_multiple=self.row_multiple, scratch=self._scratch, attention=self.attention
+        )
+        num_rows = sum(len(step.token_ids) for step in steps)
         started_s = time.perf_counter()
-        self.use_threads(len(token_ids))
-        device = self.kv.device
-        with attending(context):
-            # Padding rows are token 0 at position 0: finite, and nothing reads what comes of them.
-            output = self.model(
-                input_ids=torch.tensor([self._padded(token_ids)], device=device),
-                position_ids=torch.tensor([self._padded(positions)], device=device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(self._padded(wanted or [0]), device=device),
-            )
-        logits = output.logits[0, : len(wanted)].float().cpu()
-        if not wanted and device.type == "cuda":
-            # Nothing has waited for the device so far: this step would look short and the next one long to those who
-            # learn from steps what computing costs.
-            torch.cuda.current_stream(device).synchronize()
-        if self._is_small(len(token_ids)):
-            self._choice.took(len(token_ids), time.perf_counter() - started_s)
+        self.use_threads(num_rows)
+        try:
+            with attending(rows.context):
+                output = self.model(
+                    input_ids=rows.token_ids,
+                    position_ids=rows.positions,
+                    use_cache=False,
+                    logits_to_keep=rows.kept,
+                )
+            logits = output.logits[0, : rows.num_logits].float().to("cpu", non_blocking=True)  # into pinned memory
+        finally:
+            # Whatever has become of the step: its blocks may be read, given back and written by others from here on.
+            finish_stream(self.kv.device)
+        if self._is_small(num_rows):
+            self._choice.took(num_rows, time.perf_counter() - started_s)
         return logits
 
     def use_threads(self, num_rows: int) -> None:
@@ -131,66 +106,3 @@ class ModelRunner:
 
     def _is_small(self, num_rows: int) -> bool:
         return num_rows * self._linear_weights < PARALLEL_WORK_MIN
-
-    def _padded(self, rows: list[int]) -> list[int]:
-        return rows + [0] * (-len(rows) % self.row_multiple)
-
-    def _lay_out(self, steps: Sequence[SequenceStep]) -> StepContext:
-        """Give every token its row of the batch and its slot of the pool, of both its parts where it has two."""
-        if not isinstance(self.kv, LayeredKV):
-            return self._lay_out_on(self.kv, steps)
-        parts, near = self.kv.parts, self.kv
-        wide_steps, near_steps = [], []
-        for step in steps:
-            wide_steps.append(replace(step, block_ids=parts.split(step.block_ids)[0]))
-            first_read = near.near_window.first_block(step.start)
-            table = near.near_table(step.block_ids, first_needed=first_read)
-            assert near.num_near not in table[first_read : _blocks(step, near.layout.block_tokens)], (
-                "a near part that is read is not there"
-            )
-            near_steps.append(replace(step, block_ids=table))
-        context = self._lay_out_on(near.wide, wide_steps)
-        context.near = self._lay_out_on(near.near, near_steps)
-        context.place_of = near.place_of
-        return context
-
-    def _lay_out_on(self, kv: PagedKV, steps: Sequence[SequenceStep]) -> StepContext:
-        block_tokens, device = kv.layout.block_tokens, kv.device
-        slots: list[int] = []
-        spans: list[SequenceSpan] = []
-        for step in steps:
-            end = step.start + len(step.token_ids)
-            assert step.first_block + len(step.block_ids) >= _blocks(step, block_tokens), (
-                "block table too short for the tokens"
-            )
-            blocks_to_tile_end = -(-(-(-end // TILE) * TILE) // block_tokens)
-            table = [step.block_ids[0]] * step.first_block
-            table += step.block_ids[: blocks_to_tile_end - step.first_block]
-            table += table[-1:] * (blocks_to_tile_end - len(table))
-            spans.append(
-                SequenceSpan(
-                    row=len(slots),
-                    num_rows=len(step.token_ids),
-                    start=step.start,
-                    block_table=torch.tensor(table, dtype=torch.int64),
-                    first_key=step.first_block * block_tokens,
-                )
-            )
-            slots += [table[p // block_tokens] * block_tokens + p % block_tokens for p in range(step.start, end)]
-        return StepContext(
-            kv=kv,
-            spans=spans,
-            slots=torch.tensor(slots, dtype=torch.int64, device=device),
-            scratch=self._scratch,
-            attention=self.attention,
-        )
-
-
-def _blocks(step: SequenceStep, block_tokens: int) -> int:
-    """Blocks that the step's sequence has at its end."""
-    return -(-(step.start + len(step.token_ids)) // block_tokens)
-
-
-def _company(step: SequenceStep) -> tuple[int, int, int]:
-    """Steps of which this is equal are computed as one batch of products, if their rows lie side by side."""
-    return len(step.token_ids), step.start // TILE, step.first_block

@@ -14,10 +14,12 @@ A quantised pool holds codes in that tensor and beside it one scale for each row
 was written, also the step that wrote it: so a row's bits depend on its own numbers only, however a prompt was cut.
 
 Copies run in numpy and xxhash, which let go of the interpreter lock for large inputs, so that they run beside the step.
+Those of a CUDA pool go through pinned memory, in a stream of the copying thread's own (`copy_streams.py`).
 """
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ import xxhash
 
 from headrace.blocks.kv_codecs import STEP_NUMBERS, TORCH_DTYPES, decode_rows, encode_rows
 from headrace.core.block import KvCodec, KvLayout
+from headrace.engine.copy_streams import CopyStreams, finish_stream
 
 
 class PagedKV:
@@ -59,6 +62,8 @@ class PagedKV:
         self._by_slot = tuple(layer.view(two * heads, -1, head_dim) for layer in self.pool)
         self._by_run = tuple(layer.view(-1, block_tokens * head_dim) for layer in self.pool)
         self._staging = threading.local()
+        self._streams = CopyStreams(self.device)
+        finish_stream(self.device)  # the zeros are there before other streams write
         self._blocks: tuple[np.ndarray[Any, Any], ...] | None = None
         if self.device.type == "cpu":
             # Each part as [runs, num_blocks, run bytes], the same memory.
@@ -135,10 +140,9 @@ class PagedKV:
         assert num_blocks <= self.num_blocks
         return list(range(num_blocks))
 
-    def finish_copies(self) -> None:
-        """Wait for what the calling thread has begun to copy on a CUDA device; elsewhere copying waits by itself."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def copying(self) -> AbstractContextManager[None]:
+        """As CopyStreams.copying: for those who copy blocks."""
+        return self._streams.copying()
 
     def write_block(self, block_id: int, payload: memoryview) -> int:
         """Copy a payload into a block the caller owns; returns xxh3-64 of the bytes now in the pool.
@@ -157,9 +161,9 @@ class PagedKV:
                 np.copyto(staged, block)
         else:
             np.copyto(staging.numpy(), source)
-            for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
-                blocks_on_device[:, :, :, block_id].copy_(staged, non_blocking=True)
-            self.finish_copies()
+            with self.copying():
+                for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
+                    blocks_on_device[:, :, :, block_id].copy_(staged, non_blocking=True)
         return xxhash.xxh3_64_intdigest(staging.numpy())
 
     def read_block(self, block_id: int, out: memoryview) -> int:
@@ -175,9 +179,9 @@ class PagedKV:
                 np.copyto(part, blocks[:, block_id])
         else:
             staging, _ = self._staging_block()
-            for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
-                staged.copy_(blocks_on_device[:, :, :, block_id], non_blocking=True)
-            self.finish_copies()
+            with self.copying():
+                for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
+                    staged.copy_(blocks_on_device[:, :, :, block_id], non_blocking=True)
             np.copyto(target, staging.numpy())
         return xxhash.xxh3_64_intdigest(target)
 

@@ -44,23 +44,23 @@ class CodedPool:
         """As PagedKV.write_block. Decodes whatever bytes there are: the caller compares the digest afterwards."""
         assert payload.nbytes == self.layout.block_bytes
         _use_one_thread()
-        staging, staging_bytes, coded = self._own_buffers()
-        np.copyto(staging_bytes, np.frombuffer(payload, dtype=np.uint8))
-        if coded is not staging:
-            coded.copy_(staging, non_blocking=True)
-        self._coder.decode(coded, self._kv.block(block_id))
-        self._kv.finish_copies()
+        with self._kv.copying():
+            staging, staging_bytes, coded = self._own_buffers()
+            np.copyto(staging_bytes, np.frombuffer(payload, dtype=np.uint8))
+            if coded is not staging:
+                coded.copy_(staging, non_blocking=True)
+            self._coder.decode(coded, self._kv.block(block_id))
         return xxhash.xxh3_64_intdigest(staging_bytes.data)
 
     def read_block(self, block_id: int, out: memoryview) -> int:
         """As PagedKV.read_block. Raises BlockCorrupt when the block holds a number that is not finite."""
         assert out.nbytes == self.layout.block_bytes
         _use_one_thread()
-        staging, staging_bytes, coded = self._own_buffers()
-        self._coder.encode(self._kv.block(block_id), coded)
-        if coded is not staging:
-            staging.copy_(coded, non_blocking=True)
-            self._kv.finish_copies()
+        with self._kv.copying():
+            staging, staging_bytes, coded = self._own_buffers()
+            self._coder.encode(self._kv.block(block_id), coded)
+            if coded is not staging:
+                staging.copy_(coded, non_blocking=True)
         np.copyto(np.frombuffer(out, dtype=np.uint8), staging_bytes)
         return xxhash.xxh3_64_intdigest(staging_bytes.data)
 

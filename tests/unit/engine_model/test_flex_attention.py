@@ -4,10 +4,12 @@ Here without a compiler, on a CPU; `benchmarks/flex_attention.py` runs the compi
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from headrace.config import EngineSettings, ModelSettings
 from headrace.core.errors import ConfigInvalid
@@ -20,7 +22,7 @@ from headrace.engine.attention import (
     attend_gathered,
     attending,
 )
-from headrace.engine.choose_attention import FLEX_TOLERANCE, choose_attention
+from headrace.engine.choose_attention import FLEX_TOLERANCE, choose_attention, plain_logits
 from headrace.engine.flex_attention import (
     FEW_ROWS,
     GROUP_SEQUENCES_MAX,
@@ -29,6 +31,7 @@ from headrace.engine.flex_attention import (
     call_shapes,
     padded_rows,
 )
+from headrace.engine.fused_layer import fuse_layers
 from headrace.engine.layered_kv import LayeredKV
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.paged_kv import PagedKV
@@ -131,19 +134,27 @@ def test_what_the_pool_held_before_changes_no_bit():
         assert torch.equal(spoilt.run_step(steps), clean.run_step(steps))
 
 
+def make_span(row, num_rows, start, pages):
+    return SequenceSpan(row, num_rows, start, pages, torch.tensor(pages))
+
+
 def make_context(kv, spans, num_rows, attention):
-    slots = [
-        int(span.block_table[p // BLOCK_TOKENS]) * BLOCK_TOKENS + p % BLOCK_TOKENS
-        for span in spans
-        for p in range(span.start, span.end)
-    ]
+    rows = [(span, position) for span in spans for position in range(span.start, span.end)]
+    slots = [span.pages[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for span, p in rows]
     assert len(slots) == num_rows
-    return StepContext(kv=kv, spans=spans, slots=torch.tensor(slots), scratch=Scratch(), attention=attention)
+    return StepContext(
+        kv=kv,
+        spans=spans,
+        slots=torch.tensor(slots),
+        positions=torch.tensor([position for _, position in rows]),
+        scratch=Scratch(),
+        attention=attention,
+    )
 
 
 def test_rows_that_are_padding_come_out_as_zero():
     kv = make_runner(make_model("llama")).kv
-    spans = [SequenceSpan(0, 3, 0, torch.tensor([4])), SequenceSpan(3, 1, 17, torch.tensor([5, 6]))]
+    spans = [make_span(0, 3, 0, [4]), make_span(3, 1, 17, [5, 6])]
     query, keys_values = torch.randn(8, 4, 16), torch.randn(8, 4, 16)
     with torch.inference_mode(), attending(make_context(kv, spans, 4, FlexAttention(compiled=False))):
         attended = attend(0, query, keys_values, LayerRule(scale=0.25))
@@ -155,8 +166,8 @@ def test_rows_that_are_padding_come_out_as_zero():
 def test_a_tile_lists_the_pages_that_its_rows_read_and_no_others():
     """Fails if a window, or the causal end of a tile, did not bound what a kernel reads."""
     kv = make_runner(make_model("llama")).kv
-    table = torch.arange(30, 10, -1)
-    span = SequenceSpan(0, 200, 100, table)
+    table = list(range(30, 10, -1))
+    span = make_span(0, 200, 100, table)
     context = make_context(kv, [span], 200, FlexAttention(compiled=True))  # never called: it is the plan that counts
     from headrace.engine.flex_attention import _plan_step
 
@@ -164,7 +175,22 @@ def test_a_tile_lists_the_pages_that_its_rows_read_and_no_others():
         (group,) = _plan_step(context, torch.zeros(200, 4, 16), window, in_place=True).groups
         counts = group.mask.kv_num_blocks[0, 0].tolist()
         listed = [group.mask.kv_indices[0, 0, tile, :count].tolist() for tile, count in enumerate(counts)]
-        assert listed == [[int(table[page]) for page in each] for each in pages]
+        assert listed == [[table[page] for page in each] for each in pages]
+
+
+def test_any_thread_makes_as_many_kernels_as_steps_have_shapes_and_none_twice():
+    """Fails if torch's own limit of 8 kernels held in another thread than the one that has loaded the model, whose
+    configuration is its own; or if another mask or other pages asked for another kernel of the same shape."""
+    gathering = make_runner(make_model("gemma2"))
+    flex = FlexAttention(compiled=True, compiler="eager")
+    runner = ModelRunner(gathering.model, gathering.kv, row_multiple=4, threads=1, attention=flex)
+    counters["stats"].clear()
+    with ThreadPoolExecutor(1) as step_thread:
+        wanted = [step_thread.submit(runner.run_step, steps).result() for steps in mixed_steps()]
+    assert counters["stats"]["unique_graphs"] > 8
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found = [runner.run_step(steps[::-1]) for steps in mixed_steps()]
+    assert [each.shape for each in found] == [each.shape for each in wanted]
 
 
 def test_every_call_of_a_step_within_the_limits_has_a_shape_that_is_compiled_at_load():
@@ -216,6 +242,26 @@ def test_flex_over_a_pool_of_codes_is_refused(tmp_path):
     make_model("llama").save_pretrained(path)
     with pytest.raises(ConfigInvalid, match="int8_token is no pool of numbers"):
         load(path, tmp_path, exact=False, attention_backend="flex", engine=replace(ENGINE, pool_codec="int8"))
+
+
+@pytest.mark.parametrize("case", [*CASES, "qwen3"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_device_that_computes_right_is_told_nothing_at_load_and_one_that_does_not_is_found_out(case, dtype):
+    """A CPU stands for it. Fails if other rows were compared, or the model left without the attention over pages."""
+    said, model = [], make_model(case, dtype=dtype)
+    plain = plain_logits(make_runner(model).model)
+    fuse_layers(model)
+    runner = make_runner(model)
+
+    def choose():
+        choose_attention(runner, ModelSettings(), EngineSettings(), name="tiny", report=said.append, plain=plain)
+
+    choose()
+    assert not said
+    runner.attention = lambda *step: attend_gathered(*step) * 0
+    choose()
+    assert len(said) == 1
+    assert "tiny: on this device its logits differ by" in said[0]
 
 
 class WrongRunner:

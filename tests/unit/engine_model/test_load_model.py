@@ -50,6 +50,13 @@ def test_a_loaded_model_answers_and_says_what_others_need_to_know(tiny, tmp_path
     assert loaded.kv.layout.shape == (2, 2, 2, 16, 16)
 
 
+@pytest.mark.parametrize("content", ["{", '{"eos_token_id": 2}\xff'])
+def test_a_damaged_generation_config_is_refused_by_its_name(tiny, tmp_path, content):
+    (tiny / "generation_config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ModelRefused, match=r"generation_config\.json cannot be used"):
+        load(tiny, tmp_path)
+
+
 def test_the_namespace_is_the_same_on_the_next_start_and_the_self_tests_are_not_run_again(tiny, tmp_path):
     said = []
     first = load(tiny, tmp_path, said=said).namespace

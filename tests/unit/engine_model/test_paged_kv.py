@@ -33,6 +33,19 @@ def test_a_block_written_is_read_back_byte_for_byte_with_its_digest(dtype, block
         assert bytes(out) == payload
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8_token", "fp8_token"])
+def test_the_way_over_staging_that_devices_need_gives_the_same_bytes(codec):
+    """Fails if a part of a payload were taken for another, or put elsewhere, where the pool is no memory of ours."""
+    direct, staged = make_kv(codec=codec), make_kv(codec=codec)
+    staged._blocks = None  # as of a pool on a device
+    payload = make_payload(direct, 3)
+    assert {kv.write_block(4, memoryview(payload)) for kv in (direct, staged)} == {payload_digest(payload)}
+    assert staged.bytes_in_order(range(6), 48) == direct.bytes_in_order(range(6), 48)
+    out = bytearray(staged.layout.block_bytes)
+    assert staged.read_block(4, memoryview(out)) == payload_digest(payload)
+    assert bytes(out) == payload
+
+
 def test_payload_layout_is_layers_then_k_and_v_then_heads_then_tokens():
     """Fails if the axes of the payload are exchanged: the layout is part of the format that stores keep."""
     kv = make_kv("float32")
