@@ -11,6 +11,15 @@ from headrace.core.key_window import KeyWindow
 from headrace.core.part_ids import PartIds
 
 
+@dataclass(frozen=True, slots=True)
+class TableWindows:
+    """What is read of a sequence's blocks, the same for all sequences of a pool."""
+
+    window: KeyWindow  # of what the model reads
+    near_window: KeyWindow  # of what the layers read whose KV is in near parts, if blocks have some
+    parts: PartIds
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class BlockTable:
     """`block_ids`: the sequence's blocks from its block `first_block` on. Of a pool of two parts, blocks
@@ -34,16 +43,16 @@ class BlockTable:
             self.block_ids[self.end_near] = parts.join(self.block_ids[self.end_near], part)
             self.end_near += 1
 
-    def pass_windows(self, position: int, *, window: KeyWindow, near_window: KeyWindow, parts: PartIds) -> list[int]:
+    def pass_windows(self, position: int, windows: TableWindows) -> list[int]:
         """Take out of the table what is read neither for `position` nor for any later one, for the caller to give back:
         blocks that the model's window has passed, or near parts that the window of their layers has."""
-        passed: list[int] = []
-        num_passed = window.first_block(position) - self.first_block
+        passed, parts = list[int](), windows.parts
+        num_passed = windows.window.first_block(position) - self.first_block
         if num_passed > 0 and self.block_ids:
             passed = self.block_ids[:num_passed]
             del self.block_ids[:num_passed]
             self.first_block += num_passed
-        first, end = self.first_near, min(near_window.first_block(position), self.end_near)
+        first, end = self.first_near, min(windows.near_window.first_block(position), self.end_near)
         if first < end and self.block_ids:
             passed += [parts.near_alone(near) for near in parts.split(self.block_ids[first:end])[1]]
             self.block_ids[first:end] = parts.place(self.block_ids[first:end], (), first=0)

@@ -40,6 +40,7 @@ class DraftCheck:
     """A draft's computed tokens against what is chosen in their places, up to the first difference."""
 
     token_ids: tuple[int, ...] = ()
+    kind: int = 0  # as of the draft
     tested: int = 0
     accepted: int = 0
 

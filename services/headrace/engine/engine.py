@@ -25,7 +25,7 @@ from headrace.engine.evict_device import evict_device
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.make_pool import make_pool
 from headrace.engine.prefix_backup import PrefixBackup
-from headrace.engine.run import Run, RunLimits
+from headrace.engine.run import Run, RunRules
 from headrace.engine.schedule_step import StepLimits
 from headrace.engine.speculation import Speculation
 from headrace.engine.step_loop import StepLoop, stopped
@@ -52,8 +52,12 @@ class Engine:
         self.context_tokens_max = model.context_tokens_max
         if self.window.held_blocks(-(-model.context_tokens_max // self._block_tokens)) > self.pool.num_blocks:
             self.context_tokens_max = min(model.context_tokens_max, self.pool.num_blocks * self._block_tokens)
-        self._run_limits = RunLimits(self.context_tokens_max, model.eos_token_ids)
-        self._tokenizer: Tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
+        self._run_rules = RunRules(
+            context_tokens_max=self.context_tokens_max,
+            eos_token_ids=model.eos_token_ids,
+            tokenizer=Tokenizer.from_file(str(model.path / "tokenizer.json")),
+            hash_algorithm=model.namespace.hash_algorithm,
+        )
         self._times = StepTimes(
             chunk_tokens=settings.prefill_chunk_tokens,
             drafts=drafter is not None,
@@ -245,12 +249,10 @@ class Engine:
         run = Run(
             admission,
             EventStream(self.pool, self.steps.to_wake.append),
+            self._run_rules,
             num_computed=num_computed,
             sampling=sampling,
             leaves_blocks=leaves_blocks,
-            limits=self._run_limits,
-            tokenizer=self._tokenizer,
-            hash_algorithm=self.model.namespace.hash_algorithm,
             backup=backup,
         )
         self.steps.submit(run)

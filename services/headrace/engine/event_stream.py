@@ -91,9 +91,9 @@ class EventStream:
 
     def fail(self, error: HeadraceError) -> None:
         """End the stream with an error, from any thread: the consumer gets it next, whatever else still waited."""
-        self._empty()
         with self._lock:
             self._error = self._error or error
+        self._empty()  # after that: what another thread sends meanwhile is not kept
         self._ask_wake(self)
 
     def close(self) -> None:

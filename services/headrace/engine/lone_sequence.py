@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from headrace.core.clock import SystemClock
 from headrace.engine.block_pool import BlockPool, Short
-from headrace.engine.block_table import BlockTable
+from headrace.engine.block_table import BlockTable, TableWindows
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.make_pool import make_pool
 from headrace.engine.model_runner import SequenceStep
@@ -20,12 +20,12 @@ class LonePool:
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
         self.account: BlockPool = make_pool(model.kv, model.window, clock=SystemClock())
-        self.window, self.near_window = model.window, model.near_window
+        self.windows = TableWindows(model.window, model.near_window, self.account.parts)
         self.block_tokens = model.kv.layout.block_tokens
 
     def step_rows(self, rows: int) -> int:
         """How many of so many rows one step of a worker computes of one sequence."""
-        return self.near_window.step_rows(self.window.step_rows(rows))
+        return self.windows.near_window.step_rows(self.windows.window.step_rows(rows))
 
 
 class LoneSequence:
@@ -37,7 +37,7 @@ class LoneSequence:
         self.sure = begin  # the first position that it may go back to
         self._pool = pool
         self._table = BlockTable(
-            first_block=pool.window.first_block(begin), first_near=pool.near_window.first_block(begin)
+            first_block=pool.windows.window.first_block(begin), first_near=pool.windows.near_window.first_block(begin)
         )
         self._table.end_near = self._table.first_near
 
@@ -49,12 +49,10 @@ class LoneSequence:
         """
         table, pool = self._table, self._pool
         account, num_blocks = pool.account, -(-end // pool.block_tokens)
-        num_whole = num_blocks if pool.window.bounded else max(num_blocks, -(-whole_end // pool.block_tokens))
-        account.unref_all(
-            table.pass_windows(self.sure, window=pool.window, near_window=pool.near_window, parts=account.parts)
-        )
+        num_whole = num_blocks if pool.windows.window.bounded else max(num_blocks, -(-whole_end // pool.block_tokens))
+        account.unref_all(table.pass_windows(self.sure, pool.windows))
         num_new = max(0, num_whole - table.first_block - len(table.block_ids))
-        num_near = max(0, num_blocks - table.end_near) if pool.near_window.bounded else 0
+        num_near = max(0, num_blocks - table.end_near) if pool.windows.near_window.bounded else 0
         if num_near > account.available_near:
             return False
         taken = account.take(num_new)

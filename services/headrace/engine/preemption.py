@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock
-from headrace.core.key_window import KeyWindow
 from headrace.core.limits import SAVE_PATIENCE_MS
 from headrace.engine.block_pool import BlockPool
+from headrace.engine.block_table import TableWindows
 from headrace.engine.choose_victim import BlockHolder, choose_victim
 from headrace.engine.reloads import Reloads
 from headrace.engine.run import Run
@@ -38,13 +38,10 @@ class Preemption:
         *,
         call_on_loop: Callable[[Callable[[], None]], None],
         look_again: Callable[[], None],
-        window: KeyWindow,
-        near_window: KeyWindow,
+        windows: TableWindows,
     ) -> None:
-        """look_again: tells the step thread that a reload has ended. Both are called in any thread. window: what the
-        model reads; near_window: what the layers read whose KV is in near parts, if blocks have some."""
-        self._window = window
-        self._near_window = near_window
+        """look_again: tells the step thread that a reload has ended. Both are called in any thread."""
+        self._windows = windows
         self.num_preemptions = 0
         self.num_reloads = 0  # preempted runs of which at least one block was read back
         self.num_reloaded_blocks = 0  # that need not be computed for it
@@ -81,9 +78,7 @@ class Preemption:
         stored = range(first_block, max(first_block, run.num_stored))
         way = self._predict(run, blocks=stored, end=run.num_computed + run.num_missing)
         if run.backup is not None and way.reload:
-            table = run.begin_reload(
-                way.reload, window=self._window, near_window=self._near_window, parts=self._pool.parts
-            )
+            table = run.begin_reload(way.reload, self._windows)
             self._pool.unref_all(table.passed)
             self._reloads.begin(run.key, run.backup, run.reusable[0], table)
 
@@ -93,9 +88,7 @@ class Preemption:
         ended = []
         for key, reloaded in self._reloads.take_done().items():
             run = runs[key]
-            num_blocks, passed = run.end_reload(
-                reloaded, window=self._window, near_window=self._near_window, parts=self._pool.parts
-            )
+            num_blocks, passed = run.end_reload(reloaded, self._windows)
             self._pool.unref_all(passed)
             ended.append((run, run.shared_chain if num_blocks else None))
             self.num_reloads += num_blocks > 0

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from headrace.core.block import BlockHash, HashAlgorithm, HashedPrompt, hash_block, root_hash
 from headrace.core.generation import FinishReason, SamplingParams, TokenDelta, TokenLogprob
-from headrace.core.key_window import KeyWindow
 from headrace.core.part_ids import PartIds
 from headrace.engine.admission_queue import Admission
 from headrace.engine.block_pool import Taken
+from headrace.engine.block_table import TableWindows
 from headrace.engine.detokenize import TextStream, detokenize
 from headrace.engine.drafter import Draft, DraftCheck, DraftWish
 from headrace.engine.event_stream import EventStream, FilledBlock, RunFinished
@@ -36,11 +36,13 @@ class ReloadTable:
 
 
 @dataclass(frozen=True, slots=True)
-class RunLimits:
-    """What ends a run of this model besides its own parameters."""
+class RunRules:
+    """What is the same for all runs of an engine."""
 
     context_tokens_max: int  # prompt plus output
     eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer
+    hash_algorithm: HashAlgorithm
 
 
 class Run:
@@ -50,13 +52,11 @@ class Run:
         self,
         admission: Admission,
         stream: EventStream,
+        rules: RunRules,
         *,
         num_computed: int,
         sampling: SamplingParams | None,
         leaves_blocks: bool,
-        limits: RunLimits,
-        tokenizer: Tokenizer,
-        hash_algorithm: HashAlgorithm,
         backup: PrefixBackup | None = None,
     ) -> None:
         self.admission = admission
@@ -78,13 +78,12 @@ class Run:
         self._near_read_back = range(0)  # blocks whose near parts are being read back, or free to be written
         self.reloading = False  # blocks are being read back: others write to them, so nobody computes or preempts it
         self._sampling = sampling
-        self._limits = limits
-        self._hash_algorithm = hash_algorithm
+        self._rules = rules
         self._hashed = admission.prompt  # grows by generated tokens, block by block
         self._token_ids = list(admission.prompt.token_ids)
         self._num_prompt = len(self._token_ids)
         self._num_reported = num_computed // self._hashed.block_tokens
-        self._text = TextStream(tokenizer, after=self._token_ids, stop=sampling.stop if sampling else ())
+        self._text = TextStream(rules.tokenizer, after=self._token_ids, stop=sampling.stop if sampling else ())
 
     @property
     def state(self) -> SequenceState:
@@ -122,7 +121,7 @@ class Run:
         if self._sampling is None:
             return None
         num_known = len(self._token_ids)
-        left = min(self._sampling.max_tokens - self.num_completion, self._limits.context_tokens_max - num_known)
+        left = min(self._sampling.max_tokens - self.num_completion, self._rules.context_tokens_max - num_known)
         most = min(most, left - 1)
         return DraftWish(self.key, self._token_ids, self._num_prompt, self._sampling, most) if most > 0 else None
 
@@ -224,7 +223,7 @@ class Run:
         self.admission.first_near, self.admission.end_near = taken.first_near, taken.end_near
         self.num_computed = taken.num_shared * self._hashed.block_tokens
 
-    def begin_reload(self, blocks: range, *, window: KeyWindow, near_window: KeyWindow, parts: PartIds) -> ReloadTable:
+    def begin_reload(self, blocks: range, windows: TableWindows) -> ReloadTable:
         """These blocks, which follow those that are there, are about to be read back: nobody computes meanwhile.
 
         Of a model whose layers all have a window only the last window of them is, into blocks that nothing is in yet:
@@ -232,6 +231,7 @@ class Run:
         are put where they are read afterwards.
         """
         self.reloading = True
+        window, near_window, parts = windows.window, windows.near_window, windows.parts
         saved_from, table, passed = blocks.start, self.block_ids, list[int]()
         if window.bounded:
             blocks = range(max(blocks.start, window.first_of_prefix(blocks.stop)), blocks.stop)
@@ -249,9 +249,7 @@ class Run:
             passed = [parts.near_alone(part) for part in left_over]
         return ReloadTable(tuple(table), blocks, saved_from, tuple(self.block_ids), tuple(passed))
 
-    def end_reload(
-        self, reloaded: range, *, window: KeyWindow, near_window: KeyWindow, parts: PartIds
-    ) -> tuple[int, list[int]]:
+    def end_reload(self, reloaded: range, windows: TableWindows) -> tuple[int, list[int]]:
         """`reloaded` is what of the range that was to be read back is there. Returns how many blocks more than before
         that makes, since without all of the window before it no block is of use, and what its windows have passed, for
         the caller to give back."""
@@ -259,15 +257,15 @@ class Run:
         before = self.num_computed // self._hashed.block_tokens
         end = max(before, reloaded.stop)
         passed: list[int] = []
-        if window.bounded:
-            if max(before, window.first_of_prefix(end)) < reloaded.start:
+        if windows.window.bounded:
+            if max(before, windows.window.first_of_prefix(end)) < reloaded.start:
                 end = before
             elif reloaded.start > before:  # what was there is not read any more
                 passed = self.block_ids[: self._num_there]
                 del self.block_ids[: self._num_there]
                 self.admission.first_block = reloaded.start
-        elif near_window.bounded:
-            end, passed = self._end_near_reload(before, end, near_window, parts)
+        elif windows.near_window.bounded:
+            end, passed = self._end_near_reload(before, end, windows)
         self.num_computed = end * self._hashed.block_tokens
         return end - before, passed
 
@@ -276,9 +274,10 @@ class Run:
         """Blocks of the table that hold KV."""
         return self.num_computed // self._hashed.block_tokens - self.admission.first_block
 
-    def _end_near_reload(self, before: int, end: int, window: KeyWindow, parts: PartIds) -> tuple[int, list[int]]:
+    def _end_near_reload(self, before: int, end: int, windows: TableWindows) -> tuple[int, list[int]]:
         """Wide parts are there up to block `end`: where the prefix ends of which all is there, and near parts that have
         no place any more."""
+        window, parts = windows.near_window, windows.parts
         own, spare = self._near_parts(before, parts)
         if max(before, window.first_of_prefix(end)) < self._near_read_back.start:
             end = before
@@ -346,7 +345,7 @@ class Run:
 
     def check_draft(self, num_drafts: int) -> DraftCheck:
         """So many tokens of the draft were computed: compare them with what `add_token` chooses from here on."""
-        self._check = DraftCheck(self.draft.token_ids[:num_drafts])
+        self._check = DraftCheck(self.draft.token_ids[:num_drafts], self.draft.kind)
         self._num_drafted += num_drafts
         return self._check
 
@@ -360,7 +359,7 @@ class Run:
         sampled = sample_token(logits, params, index=self.num_completion)
         self._token_ids.append(sampled.token_id)
         self._num_accepted += self._check.compare(sampled.token_id)
-        at_eos = sampled.token_id in self._limits.eos_token_ids and not params.ignore_eos
+        at_eos = sampled.token_id in self._rules.eos_token_ids and not params.ignore_eos
         text = self._text.finish() if at_eos else detokenize(self._text, sampled.token_id)
         delta = TokenDelta(
             token_id=sampled.token_id,
@@ -370,7 +369,7 @@ class Run:
         )
         if at_eos or text.stopped:
             return delta, self.finished(FinishReason.STOP)
-        context_is_full = len(self._token_ids) >= self._limits.context_tokens_max
+        context_is_full = len(self._token_ids) >= self._rules.context_tokens_max
         if self.num_completion >= params.max_tokens or context_is_full:
             rest = self._text.finish()
             reason = FinishReason.STOP if rest.stopped else FinishReason.LENGTH
@@ -407,5 +406,5 @@ class Run:
         while len(chain) < num_full:
             parent_hash = chain[-1] if chain else root_hash(hashed.namespace)
             token_ids = self._token_ids[len(chain) * block_tokens : (len(chain) + 1) * block_tokens]
-            chain.append(hash_block(hashed.namespace, parent_hash, token_ids, self._hash_algorithm))
+            chain.append(hash_block(hashed.namespace, parent_hash, token_ids, self._rules.hash_algorithm))
         self._hashed = replace(hashed, token_ids=tuple(self._token_ids), chain=tuple(chain))

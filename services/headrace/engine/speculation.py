@@ -93,7 +93,7 @@ class Speculation:
         assert check.accepted <= check.tested <= len(check.token_ids)
         own = self._runs.get(run.key)
         for by_kind, memory in ((self._by_kind, ENGINE_MEMORY), (own.by_kind if own else {}, RUN_MEMORY)):
-            by_kind.setdefault(run.draft.kind, _Tally()).add(right=check.accepted, tested=check.tested, memory=memory)
+            by_kind.setdefault(check.kind, _Tally()).add(right=check.accepted, tested=check.tested, memory=memory)
         stats = self.stats
         self.stats = replace(
             stats,

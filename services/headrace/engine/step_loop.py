@@ -19,6 +19,7 @@ from headrace.core.errors import WorkerUnavailable
 from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, FAILED_STEPS_MAX
 from headrace.engine.admission_queue import Admission, AdmissionState
 from headrace.engine.block_pool import BlockPool, Short
+from headrace.engine.block_table import TableWindows
 from headrace.engine.event_stream import EventStream, RunFinished
 from headrace.engine.fault_log import FaultLog
 from headrace.engine.follow_runs import follow_runs
@@ -58,6 +59,7 @@ class StepLoop:
         self._model = model
         self._pool = pool
         self._limits = limits
+        self._windows = TableWindows(limits.window, limits.near_window, pool.parts)
         self._turns = turns
         self._times = times
         self._speculation = speculation
@@ -70,8 +72,7 @@ class StepLoop:
             clock,
             call_on_loop=self.call_on_loop,
             look_again=self.look_again,
-            window=limits.window,
-            near_window=limits.near_window,
+            windows=self._windows,
         )
         self._failed_steps = 0  # in a row
         self._faults = FaultLog()
@@ -309,11 +310,7 @@ class StepLoop:
 
     def _pass_window(self, run: Run) -> None:
         """Give back what the run does not need any more."""
-        limits, parts = self._limits, self._pool.parts
-        passed = run.admission.pass_windows(
-            run.num_computed, window=limits.window, near_window=limits.near_window, parts=parts
-        )
-        self._pool.unref_all(passed)
+        self._pool.unref_all(run.admission.pass_windows(run.num_computed, self._windows))
 
     def _take_computed(self, run: Run) -> None:
         """Instead of computing the run's next blocks, take those that another run has computed meanwhile."""

@@ -13,6 +13,7 @@ import pytest
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import SamplingParams, TokenDelta
 from headrace.core.limits import SAVE_PATIENCE_MS
+from headrace.engine.block_table import TableWindows
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
 from headrace.engine.event_stream import EventStream
 from headrace.engine.run import Run
@@ -209,15 +210,12 @@ async def test_reading_a_window_back_saves_what_is_behind_the_pools_own_prefix(m
     run = Run(
         admission,
         EventStream(engine.pool, lambda stream: None),
+        engine._run_rules,
         num_computed=8 * BLOCK_TOKENS,
         sampling=None,
         leaves_blocks=True,
-        limits=engine._run_limits,
-        tokenizer=engine._tokenizer,
-        hash_algorithm=engine.model.namespace.hash_algorithm,
     )
-    windows = {"window": engine.window, "near_window": engine.near_window}
-    table = run.begin_reload(range(8, 15), **windows, parts=engine.pool.parts)
+    table = run.begin_reload(range(8, 15), TableWindows(engine.window, engine.near_window, engine.pool.parts))
     assert (table.blocks, table.saved_from) == (range(12, 15), 8)
     engine.release(admission)
 

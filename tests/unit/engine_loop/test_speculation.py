@@ -101,6 +101,21 @@ async def both(
     return await meet(engine, [generate(engine, prompt, sampling=params) for prompt in prompts]), want, engine
 
 
+class KindProphet(Prophet):
+    """Its drafts are of a kind of their own."""
+
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        return [replace(draft, kind=3) for draft in super().draft(wishes)]
+
+
+async def test_what_becomes_of_an_answers_last_draft_counts_for_its_kind(make_engine: MakeEngine) -> None:
+    """Fails if a run that has ended with its draft, and so has none any more, had it counted under another kind."""
+    _, _, engine = await both(make_engine, KindProphet(wrong_every=10_000), [make_tokens(9, seed=9)], make_params(20))
+    assert engine.speculation().accepted_tokens > 0
+    assert engine._speculation is not None
+    assert set(engine._speculation._by_kind) == {3}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("drafter", [Prophet(wrong_every=10_000), Prophet(wrong_every=3), Liar()], ids=DRAFTERS)
 async def test_every_bit_is_as_without_drafts_whether_they_are_right_or_not(
