@@ -15,7 +15,7 @@ from headrace.gateway.refuse_call import CallRefused
 from headrace.wire.v1 import admin_pb2, inference_pb2
 from headrace_cluster.caller_presence import CALLER_KEY, CallerGone, CallersPresent
 from headrace_cluster.ray_worker_calls import RayWorkerCalls
-from headrace_cluster.store_actor import config_here
+from headrace_cluster.store_actor import config_here, ray_cluster_here
 
 
 def without_request_id(app: Callable[[Any, Any, Any], Awaitable[None]]) -> Callable[[Any, Any, Any], Awaitable[None]]:
@@ -68,7 +68,7 @@ class GatewayReplica:
         gateway_id = serve.get_replica_context().replica_id.unique_id
         config = config_here(settings)
         set_up_logs(config.telemetry.log_format, part="gateway", instance_id=gateway_id)
-        self._gateway = build_gateway(config, calls=calls, gateway_id=gateway_id)
+        self._gateway = build_gateway(config, calls=calls, gateway_id=gateway_id, ray_cluster=ray_cluster_here())
         await self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -67,6 +67,11 @@ def config_here(settings: dict[str, Any]) -> Config:
     return load_config(settings, environ={})
 
 
+def ray_cluster_here() -> str:
+    """The Ray cluster's name where KubeRay gave it one, which runs two with one index during an upgrade; else ""."""
+    return os.environ.get("RAY_CLUSTER_NAME", "")
+
+
 async def ensure_store_actor(config: Config) -> None:
     """Have a store node on this Ray node, starting it when there is none. Returns when it serves."""
     node_id = ray.get_runtime_context().get_node_id()

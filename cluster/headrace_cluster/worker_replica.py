@@ -27,7 +27,7 @@ from headrace.core.generation import (
 from headrace.core.members import WorkerRole
 from headrace_cluster.caller_presence import CallerGone, CallersPresent
 from headrace_cluster.scale_workers import PRESSURE, pressure
-from headrace_cluster.store_actor import config_here, ensure_store_actor
+from headrace_cluster.store_actor import config_here, ensure_store_actor, ray_cluster_here
 
 # First item of every stream from a worker: the call has reached the worker it names, and work begins.
 ACCEPTED = "accepted"
@@ -72,7 +72,9 @@ class WorkerReplica:
         self._worker_id = WorkerId(serve.get_replica_context().replica_id.unique_id)
         set_up_logs(config.telemetry.log_format, part="worker", instance_id=self._worker_id)
         await ensure_store_actor(config)
-        self._worker = build_worker(config, role=WorkerRole(role), worker_id=self._worker_id)
+        self._worker = build_worker(
+            config, role=WorkerRole(role), worker_id=self._worker_id, ray_cluster=ray_cluster_here()
+        )
         await self._worker.start()
 
     async def prefill(self, call: PrefillCall, caller: str) -> AsyncIterator[str | PrefillResult]:

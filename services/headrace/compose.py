@@ -147,10 +147,10 @@ class Worker:
         return record
 
 
-def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
+def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId, ray_cluster: str = "") -> Worker:
     """Load the model, logging the progress, and join it to this host's store node and the index. Blocks while loading.
 
-    Raises ModelRefused, ConfigInvalid.
+    ray_cluster: of several with one index, that of the gateways that can call it. Raises ModelRefused, ConfigInvalid.
     """
     from headrace.engine.load_model import load_model
 
@@ -161,10 +161,10 @@ def build_worker(config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Wo
         hash_algorithm=HashAlgorithm(config.gateway.hash_algorithm),
         report=log.info,
     )
-    return join_worker(model, config, role=role, worker_id=worker_id)
+    return join_worker(model, config, role=role, worker_id=worker_id, ray_cluster=ray_cluster)
 
 
-def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: WorkerId) -> Worker:
+def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: WorkerId, ray_cluster: str = "") -> Worker:
     """As `build_worker`, for a `LoadedModel` that the caller has loaded; it belongs to this worker from here on."""
     from headrace.engine.engine import Engine
     from headrace.engine.load_drafter import load_drafter
@@ -209,6 +209,7 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
         report_fault=metrics.count_fault,
         metrics_port=metrics_port,
         load_patience_ms=config.engine.load_patience_ms,
+        ray_cluster=ray_cluster,
     )
     WorkerCollector(worker.record, metrics=metrics)
     EngineCollector(lambda: _counts_of(engine), role=role, metrics=metrics)
@@ -291,10 +292,11 @@ class Gateway:
         await self._parts.aclose()
 
 
-def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -> Gateway:
+def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", ray_cluster: str = "") -> Gateway:
     """Join a gateway to the index, the members, the other gateways and the workers behind `calls`.
 
-    gateway_id: its name among the members; drawn when it has none. Raises ConfigInvalid (tenants_file)."""
+    gateway_id: its name among the members; drawn when it has none. ray_cluster: where those workers are.
+    Raises ConfigInvalid (tenants_file)."""
     from prometheus_client import generate_latest
 
     from headrace.gateway.admin_grpc import CacheAdminRpc
@@ -338,6 +340,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "") -
         requests=observer,
         tenants_file=TenantsFile(config.gateway.tenants_file) if config.gateway.tenants_file else None,
         tracing=tracing,
+        ray_cluster=ray_cluster,
     )
     peers = PeerGateways(
         service.membership,  # which remembers whom it has told of

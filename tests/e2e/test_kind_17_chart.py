@@ -25,15 +25,19 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from redis import Redis
 from rendered_chart import ray_pods, render, serve_config
 
+from headrace.core.members import WorkerRecord
 from headrace.core.telemetry_limits import METRICS_PORTS
 from headrace.index.embedded_valkey import EmbeddedValkey
+from headrace.index.member_records import decode_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BIN = Path(sys.executable).parent
 OTHER_PORTS = 3 + 2 * 3  # of the release, and of either pod
+CLUSTER = "headrace-x7c2p"
 # How long a state may take to come about on a machine that is busy with other tests.
 PATIENCE_S = 120.0
 # One gateway and one worker, in pods of their own.
@@ -167,6 +171,12 @@ class Release:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/v1/models", timeout=60) as reply:
             return [model["id"] for model in json.load(reply)["data"]]
 
+    def clusters_of_workers(self) -> list[str]:
+        """What each worker says of where it runs."""
+        with Redis.from_url(self._redis_url) as redis:
+            found = [decode_record(redis.get(key).partition(b":")[2]) for key in redis.scan_iter("hr1:{members}:m:*")]
+        return [record.ray_cluster for record in found if isinstance(record, WorkerRecord)]
+
     def lose_redis(self) -> None:
         self._valkey.stop()
 
@@ -202,6 +212,7 @@ class Release:
                 "OMP_NUM_THREADS": "1",
                 # Ray's own patience with a node that starts is half a minute, which a busy machine may need.
                 "RAY_raylet_start_wait_time_s": "300",
+                "RAY_CLUSTER_NAME": CLUSTER,  # as KubeRay says it
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": self._token,
             }
@@ -249,6 +260,7 @@ def test_probes_tell_what_is_true_of_a_release_from_its_first_pod_to_a_lost_redi
     release.wait_until(lambda: gateway.probe("readinessProbe") == 200, "a worker that has loaded its model")
     release.wait_until(lambda: worker.probe("readinessProbe") == 200, "the worker's pod")
     expected = release.answer()
+    assert release.clusters_of_workers() == [CLUSTER]  # by which gateways of another one leave them alone
 
     # Far below what the chart allows by default, for a model of nearly nothing: what is left is for a model and its KV.
     for pod in (gateway, worker):

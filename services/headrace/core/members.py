@@ -119,6 +119,7 @@ class WorkerRecord:
     costs: LearnedCosts = ASSUMED_COSTS
     links: tuple[MeasuredLink, ...] = ()  # to store nodes that it has read from lately
     window_tokens: int = 0  # of its model's layers that have a window, how far they see; 0: none has one
+    ray_cluster: str = ""  # where it runs, when several have one index: no gateway of another can call it
 
     @property
     def holder_id(self) -> HolderId:

@@ -47,7 +47,7 @@ async def examine_system(fleet: Fleet, *, fix: bool) -> list[Finding]:
         findings.append(Finding("workers", "", False, "none is announced; no request can be served"))
     findings += _examine_namespaces(workers)
     if fix:
-        findings.append(await _sweep(service, nodes, workers))
+        findings.append(await _sweep(service, nodes))
     return findings
 
 
@@ -170,10 +170,11 @@ def _examine_namespaces(workers: Sequence[WorkerRecord]) -> list[Finding]:
     return findings
 
 
-async def _sweep(service: GatewayService, nodes: Sequence[StoreNodeRecord], workers: Sequence[WorkerRecord]) -> Finding:
+async def _sweep(service: GatewayService, nodes: Sequence[StoreNodeRecord]) -> Finding:
     live = {node.holder_id: node.incarnation for node in nodes}
-    live |= {worker.holder_id: worker.incarnation for worker in workers}
     try:
+        # All of them, also those that gateways of another Ray cluster call.
+        live |= {worker.holder_id: worker.incarnation for worker in await service.membership.workers()}
         swept = await service.index.sweep(live, limit=INDEX_SWEEP_ENTRIES)
     except IndexUnavailable as away:
         return Finding("dead entries", "", False, f"not swept: {away}")

@@ -102,12 +102,15 @@ class GatewayService:
         key_ring: KeyRing | None = None,
         tenants_file: TenantsFile | None = None,
         tracing: Tracing | None = None,
+        ray_cluster: str = "",
     ) -> None:
         """key_ring: whose API keys are let in; None lets everybody in, as one tenant.
-        tenants_file: where the key ring comes from, and is taken from again when the file changes."""
+        tenants_file: where the key ring comes from, and is taken from again when the file changes.
+        ray_cluster: of which workers are called; those of others with the same index are not."""
         self.key_ring = key_ring if tenants_file is None else tenants_file.key_ring
         self._tenants_file = tenants_file
         self._tracing = tracing
+        self._ray_cluster = ray_cluster
         self.membership = SeenMembership(membership, clock)
         self.calls = calls
         self.clock = clock
@@ -198,15 +201,16 @@ class GatewayService:
         """Read the workers once. When that fails the table stays as it is: dead workers show by failing calls."""
         self._refresh_began_s = self.clock.now_s()
         try:
-            self.table.replace(await self.membership.workers())
+            workers = await self.membership.workers()
+            self.table.replace([worker for worker in workers if worker.ray_cluster == self._ray_cluster])
         except IndexUnavailable as error:
             if self._index_available:  # once per outage, not once per second
                 log.warning("the worker table is not refreshed: %s", error)
             self._index_available = False
         else:
             self._index_available = True
-        workers = self.table.records()
-        holders = {w.holder_id for w in workers} | {f"node:{w.store_node}" for w in workers if w.store_node}
+        known = self.table.records()
+        holders = {w.holder_id for w in known} | {f"node:{w.store_node}" for w in known if w.store_node}
         self.seen_holders.saw(holders, unix_ms=self.clock.unix_ms())
         for served in self.table.models():
             if served.model_path:

@@ -15,7 +15,7 @@ import msgpack
 from headrace.core.index_limits import MEMBER_RECORD_BYTES_MAX
 from headrace.core.members import GatewayRecord, MemberRecord, StoreNodeRecord, WorkerRecord
 
-RECORD_VERSION = 4
+RECORD_VERSION = 5
 
 _KIND_TO_TYPE: dict[str, type[MemberRecord]] = {
     "store_node": StoreNodeRecord,

@@ -101,6 +101,7 @@ class Worker:
         report_fault: Callable[[CacheFault], None],
         metrics_port: int = 0,
         load_patience_ms: int = OVERTAKE_ROUND_TRIP_MIN_MS,
+        ray_cluster: str = "",
     ) -> None:
         """pool: the engine's, in the namespace's layout. nodes: what calls use, metered or not; node_table: its owner,
         started and stopped with this worker. load_patience_ms: a load may always take so long for its first block."""
@@ -142,6 +143,7 @@ class Worker:
             model_path=str(engine.model.path),
             metrics_port=metrics_port,
             window_tokens=engine.window.tokens or engine.near_window.tokens or 0,
+            ray_cluster=ray_cluster,
         )
         self._expiry = DeviceExpiry(engine.pool, self._identity, clock=clock)
         self._timed_nodes = TimedStoreNodes(

@@ -42,6 +42,20 @@ async def test_workers_that_come_and_go_are_noticed_without_a_restart(model_path
         await until(lambda: [r.worker_id for r in gateway.service.table.live()] == ["d1"])
 
 
+async def test_workers_of_another_ray_cluster_with_the_same_index_are_not_called(model_path):
+    """Fails when a gateway plans with workers that it cannot reach, as there are for minutes while KubeRay upgrades."""
+    ours, theirs = (replace(make_worker_record(name), ray_cluster=name) for name in ("ours", "theirs"))
+    async with tiny_gateway(theirs, model_path=model_path, ray_cluster="ours") as gateway:
+        assert await gateway.service.membership.workers()
+        assert not gateway.service.table.records()
+        gateway.calls.workers["ours"] = TinyWorker(replace(ours, model_path=model_path))
+        await gateway.membership.announce(replace(ours, model_path=model_path), ttl_ms=60_000)
+        await until(gateway.service.ready)
+        for _ in range(4):
+            events = [event async for event in gateway.service.generate(make_request(model="tiny"), EVERYBODY)]
+            assert events[-1].finished.worker_id == "ours"
+
+
 async def test_a_gateway_is_ready_once_its_tokenizers_are_loaded(model_path):
     """Fails when the first request after the start pays for the load, or a model without one blocks readiness."""
     release = threading.Event()
