@@ -1,7 +1,11 @@
-{{/* GPUs of one worker: a share of its pod's. Call with dict gpus, workers. */}}
+{{/* GPUs of one worker: a share of its pod's, such that all find a place; what one worker has lies on one GPU where they
+share some. Call with dict gpus, workers. */}}
 {{- define "headrace.gpusPerWorker" -}}
-{{- $gpus := divf (float64 .gpus) (float64 .workers) -}}
-{{- if ge $gpus 1.0 -}}{{ $gpus | floor | int }}{{- else -}}{{ divf (floor (mulf $gpus 100)) 100 }}{{- end -}}
+{{- $gpus := int .gpus -}}
+{{- $workers := int .workers -}}
+{{- if or (eq $gpus 0) (ge $gpus $workers) -}}{{ div $gpus $workers }}
+{{- else -}}{{ divf (floor (divf 10000 (ceil (divf $workers $gpus)))) 10000 }}
+{{- end -}}
 {{- end -}}
 
 {{/* Serve's config: the settings, and for each deployment the Ray resource that puts it into pods of its kind. */}}

@@ -189,6 +189,17 @@ def test_a_number_of_workers_that_stays_is_no_argument_so_that_another_one_repla
     assert serve_config(render({"settings": {"prefill_workers": 0}}))["applications"][0]["args"]["prefill_workers"] == 0
 
 
+@pytest.mark.parametrize(
+    ("gpus", "workers", "share"), [(0, 3, 0), (8, 8, 1), (4, 2, 2), (2, 5, 0.3333), (3, 4, 0.5), (1, 8, 0.125)]
+)
+def test_workers_that_share_the_gpus_of_a_pod_all_find_a_place(gpus: int, workers: int, share: float):
+    """Ray puts a worker on one GPU: fails for two fifths each of two GPUs, on which a fifth worker finds no place."""
+    config = serve_config(render({"decodePods": {"gpusPerPod": gpus, "perPod": workers}}))["applications"][0]
+    (decode,) = (d for d in config["deployments"] if d["name"] == "DecodeWorker")
+    assert decode["ray_actor_options"]["num_gpus"] == share
+    assert share == 0 or share >= 1 or gpus * int(1 / share) >= workers
+
+
 @each_render
 def test_kuberay_finds_the_port_of_its_service_at_the_head(name: str):
     """KubeRay 1.5 takes no cluster into service whose head declares no port named `serve`, wherever gateways are."""
