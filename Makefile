@@ -22,8 +22,8 @@ test: install lint
 fuzz: install
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
-# Packages whose types are checked; torch's, Ray's and Redis's own are too loose for the others.
-TYPED := core wire gateway blocks client admin store transfer prefill decode simulate telemetry
+# Packages whose types are checked; Ray's and Redis's own are too loose for the others.
+TYPED := core wire gateway blocks client admin store transfer prefill decode simulate telemetry engine
 
 lint: install
 	$(BIN)/ruff check services cluster tests benchmarks helm docker

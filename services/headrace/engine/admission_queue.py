@@ -22,8 +22,9 @@ from headrace.core.limits import (
     WORKER_WAITING_TOKENS_MAX,
 )
 from headrace.core.queue_order import Claim
-from headrace.engine.block_pool import BlockPool, Short
+from headrace.engine.block_pool import BlockPool
 from headrace.engine.block_table import BlockTable
+from headrace.engine.pool_values import Short
 from headrace.engine.turns import Turns
 
 

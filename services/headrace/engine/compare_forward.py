@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from headrace.core.block import KvLayout
 from headrace.core.errors import ModelRefused
@@ -51,7 +51,7 @@ def compare_forward(name: str, path: Path, config: PretrainedConfig) -> None:
 
 
 @torch.inference_mode()
-def forward_difference(model: torch.nn.Module, *, vocab_size: int) -> float:
+def forward_difference(model: PreTrainedModel, *, vocab_size: int) -> float:
     """The largest relative difference of logits between a float32 model's own attention and the paged one."""
     prompts = [_tokens(PROMPT_TOKENS, vocab_size, salt=1), _tokens(BLOCK_TOKENS + 3, vocab_size, salt=2)]
     references = [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]

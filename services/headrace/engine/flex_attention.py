@@ -96,7 +96,8 @@ class FlexAttention:
         self._call: Any = flex.flex_attention
         if compiled:
             # Not by torch's configuration: that is each thread's own, and a step's thread is none that loads models.
-            self._call = torch.compile(
+            compile_call: Any = torch.compile  # whose types do not know of limits
+            self._call = compile_call(
                 flex.flex_attention, backend=compiler, dynamic=False, fullgraph=True, recompile_limit=KERNELS_MAX
             )
         else:

@@ -31,8 +31,8 @@ def fuse_layers(model: PreTrainedModel) -> int:
 
     All or none: models of other kinds stay as they are. What is replaced attends over pages only.
     """
-    decoder = model.base_model
-    layers = getattr(decoder, "layers", ())
+    decoder: Any = model.base_model
+    layers: Any = getattr(decoder, "layers", ())
     if not all(_is_fusable(layer) for layer in layers):
         return 0
     with torch.inference_mode():
@@ -44,7 +44,7 @@ def fuse_layers(model: PreTrainedModel) -> int:
     return len(layers)
 
 
-def _is_fusable(layer: nn.Module) -> bool:
+def _is_fusable(layer: Any) -> bool:
     """Whether `FusedLayer` computes what this layer does."""
     if type(layer).__name__ not in FUSABLE:
         return False

@@ -4,9 +4,10 @@ from headrace.core.block import BlockHash, KvLayout, Namespace, NamespaceId, Tie
 from headrace.core.generation import BlockInfo, DeviceListing, EvictSelector, HolderStat
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import WorkerRecord
-from headrace.engine.block_pool import BlockPool, Selection
+from headrace.engine.block_pool import BlockPool
 from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.pool_block import PoolBlock
+from headrace.engine.pool_values import Selection
 
 
 def list_device(pool: BlockPool, worker: WorkerRecord, selector: EvictSelector, *, limit: int) -> DeviceListing:

@@ -228,7 +228,8 @@ def _read_weights(name: str, path: Path, settings: ModelSettings) -> PreTrainedM
         raise ConfigInvalid("device", "no CUDA device is present; use auto or cpu")
     dtype: Any = "auto" if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
     try:
-        return load_weights(path, dtype=dtype, attn_implementation=ATTENTION_NAME).to(device)
+        model: Any = load_weights(path, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        return model.to(device)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelRefused(name, f"its weights cannot be loaded: {error}") from error
 

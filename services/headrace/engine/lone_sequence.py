@@ -7,11 +7,12 @@ what these still read. Nobody finds its blocks by hash. Which steps are run, and
 from collections.abc import Iterator, Sequence
 
 from headrace.core.clock import SystemClock
-from headrace.engine.block_pool import BlockPool, Short
+from headrace.engine.block_pool import BlockPool
 from headrace.engine.block_table import BlockTable, TableWindows
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.make_pool import make_pool
 from headrace.engine.model_runner import SequenceStep
+from headrace.engine.pool_values import Short
 
 
 class LonePool:

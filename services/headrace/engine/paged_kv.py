@@ -162,9 +162,9 @@ class PagedKV:
         else:
             np.copyto(staging.numpy(), source)
             with self.copying():
-                for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
-                    blocks_on_device[:, :, :, block_id].copy_(staged, non_blocking=True)
-        return xxhash.xxh3_64_intdigest(staging.numpy())
+                for blocks_there, staged_part in zip(self._parts, self._tensors_of(staging), strict=True):
+                    blocks_there[:, :, :, block_id].copy_(staged_part, non_blocking=True)
+        return xxhash.xxh3_64_intdigest(staging.numpy().data)
 
     def read_block(self, block_id: int, out: memoryview) -> int:
         """Copy a block out in payload layout; returns xxh3-64 of the bytes copied.
@@ -180,10 +180,10 @@ class PagedKV:
         else:
             staging, _ = self._staging_block()
             with self.copying():
-                for blocks_on_device, staged in zip(self._parts, self._tensors_of(staging), strict=True):
-                    staged.copy_(blocks_on_device[:, :, :, block_id], non_blocking=True)
+                for blocks_there, staged_part in zip(self._parts, self._tensors_of(staging), strict=True):
+                    staged_part.copy_(blocks_there[:, :, :, block_id], non_blocking=True)
             np.copyto(target, staging.numpy())
-        return xxhash.xxh3_64_intdigest(target)
+        return xxhash.xxh3_64_intdigest(target.data)
 
     def _staging_block(self) -> tuple[torch.Tensor, list[np.ndarray[Any, Any]]]:
         """This thread's own bytes of one block, as tensor and as the runs of its parts; pinned for a CUDA pool."""

@@ -13,12 +13,12 @@ from headrace.core.block import BlockHash, HashAlgorithm, HashedPrompt, hash_blo
 from headrace.core.generation import FinishReason, SamplingParams, TokenDelta, TokenLogprob
 from headrace.core.part_ids import PartIds
 from headrace.engine.admission_queue import Admission
-from headrace.engine.block_pool import Taken
 from headrace.engine.block_table import TableWindows
 from headrace.engine.detokenize import TextStream, detokenize
 from headrace.engine.drafter import Draft, DraftCheck, DraftWish
 from headrace.engine.event_stream import EventStream, FilledBlock, RunFinished
 from headrace.engine.model_runner import SequenceStep
+from headrace.engine.pool_values import Taken
 from headrace.engine.prefix_backup import PrefixBackup
 from headrace.engine.sample_token import Logits, sample_token
 from headrace.engine.schedule_step import PlannedRows, SequenceState

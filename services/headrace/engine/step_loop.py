@@ -18,12 +18,13 @@ from headrace.core.clock import Clock
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.limits import ENGINE_STALL_MS, ENGINE_STOP_TIMEOUT_MS, FAILED_STEPS_MAX
 from headrace.engine.admission_queue import Admission, AdmissionState
-from headrace.engine.block_pool import BlockPool, Short
+from headrace.engine.block_pool import BlockPool
 from headrace.engine.block_table import TableWindows
 from headrace.engine.event_stream import EventStream, RunFinished
 from headrace.engine.fault_log import FaultLog
 from headrace.engine.follow_runs import follow_runs
 from headrace.engine.load_model import LoadedModel
+from headrace.engine.pool_values import Short
 from headrace.engine.preemption import Preemption
 from headrace.engine.run import Run
 from headrace.engine.sample_token import Logits
