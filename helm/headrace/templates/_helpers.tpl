@@ -165,6 +165,9 @@ keep strangers out. KV events know no TLS. */}}
 {{/* Refuses values that cannot work together, with what to change. */}}
 {{- define "headrace.check" -}}
 {{- $s := .Values.settings -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "headrace.fullname" .)) -}}
+{{- fail (printf "fullnameOverride is needed: %s is no name for a Service and a RayService, which begins with a letter and has no dots" (include "headrace.fullname" .)) -}}
+{{- end -}}
 {{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.passwordSecret.name) -}}
 {{- fail "redis.passwordSecret.name is needed with the bundled Redis: it is never open" -}}
 {{- end -}}

@@ -384,6 +384,14 @@ def test_values_that_are_unknown_or_impossible_are_refused_by_name(values: Value
         loaded_and_checked(values)
 
 
+@pytest.mark.parametrize("name", ["1chat", "team.chat"])
+def test_a_release_whose_name_is_none_for_a_ray_service_is_refused(name: str):
+    """Helm takes it: fails when KubeRay is left to say so, in an event that nobody reads."""
+    with pytest.raises(HelmError, match="fullnameOverride is needed"):
+        render({}, name)
+    assert render({"fullnameOverride": "chat"}, name)
+
+
 def loaded_and_checked(values: Values) -> None:
     loaded().validate_schema(loaded().merge_values(values))
     render_text(values)
