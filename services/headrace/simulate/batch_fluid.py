@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 class _Sequence:
     outcome: "Outcome"
     held: tuple[int, ...]
-    private_tokens: int
     first_token_s: float = 0.0
 
 
@@ -77,11 +76,8 @@ class DecodeBatch:
                 break
             outcome, first_token_s = self._waiting.popleft()
             held = request.chain[: self._memory.add(request.chain)]
-            self._memory.use(held)
-            block_tokens = self._fleet.block_tokens
-            private = request.input_tokens + request.output_tokens - len(held) * block_tokens
-            self._memory.take_private(private)
-            sequence = _Sequence(outcome, held, private)
+            self._memory.begin(held, request.input_tokens + request.output_tokens)
+            sequence = _Sequence(outcome, held)
             steps = request.output_tokens - (first_token_s is not None)
             heapq.heappush(self._ends, (self._steps + steps, self._fleet.next_serial(), sequence))
             self._kv_tokens += request.input_tokens
@@ -112,8 +108,7 @@ class DecodeBatch:
         self._advance()
         _, _, sequence = heapq.heappop(self._ends)
         request = sequence.outcome.request
-        self._memory.end_use(sequence.held)
-        self._memory.private_tokens -= sequence.private_tokens
+        self._memory.end(sequence.held, request.input_tokens + request.output_tokens)
         self._kv_tokens = max(0.0, self._kv_tokens - request.input_tokens - request.output_tokens)
         if request.output_tokens > 1:
             sequence.outcome.itl_s = (self._fleet.now_s - sequence.first_token_s) / (request.output_tokens - 1)

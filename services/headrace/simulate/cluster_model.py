@@ -41,6 +41,8 @@ class ClusterModel:
     interference: float = 0.02  # of a prefill's time, lost to each sequence that decodes beside it
     local_prefill_tokens: int = 2_048  # missing ones that a decode worker may compute itself, at most
     moved_share: float = 1.0  # of a prefix's KV, what a hit or a hand-off moves: less where layers have windows
+    window_tokens: int = 0  # that layers with a window read; 0: none has one (`windowed_memory.py` has the others)
+    near_tokens: int = 0  # of KV in those layers that one worker's GPU holds; `device_tokens` is of the other layers
 
     @property
     def num_workers(self) -> int:

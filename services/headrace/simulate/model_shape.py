@@ -101,6 +101,8 @@ def read_model(folder: Path, *, kv_bytes: int = 2) -> ModelShape:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         config = config.get("text_config", config)
         config = _LEFT_OUT.get(str(config.get("model_type")), {}) | config
+        if config.get("kv_lora_rank"):
+            raise InvalidRequest(f"{path} is of a model that keeps latents instead of KV (MLA), which is not served")
         heads = int(config["num_attention_heads"])
         hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         head_dim = int(config.get("head_dim") or hidden // heads)
@@ -168,7 +170,8 @@ def device_kv_tokens(model: ModelShape, machine: Machine, *, token_bytes: float 
     if tokens <= 0:
         raise InvalidRequest(
             f"the weights ({model.parameters * model.weight_bytes / 1e9:,.0f} GB) leave no room for KV in "
-            f"{machine.device_bytes / 1e9:,.0f} GB", param="device_memory",
+            f"{machine.device_bytes / 1e9:,.0f} GB; --device-memory-gb is of all GPUs of one worker together",
+            param="device_memory_gb",
         )  # fmt: skip
     return tokens
 
@@ -192,8 +195,8 @@ def estimate_costs(model: ModelShape, machine: Machine) -> tuple[PrefillCost, De
 
 def _count_parameters(config: dict[str, Any], *, heads: int, kv_heads: int, head_dim: int) -> float:
     """Of a decoder with gated feed-forward layers, all experts counted; norms and biases are left out."""
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    hidden, experts = int(config["hidden_size"]), int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    inner = int((experts > 1 and config.get("moe_intermediate_size")) or config["intermediate_size"])
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     embeddings = int(config["vocab_size"]) * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return float(embeddings + int(config["num_hidden_layers"]) * (attention + experts * 3 * hidden * inner))

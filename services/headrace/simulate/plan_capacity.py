@@ -17,6 +17,7 @@ from headrace.simulate.model_shape import Machine, ModelShape, device_kv_tokens,
 from headrace.simulate.read_trace import Trace
 from headrace.simulate.replay_routing import RoutingResult, replay_routing, scale_to_load
 from headrace.simulate.reuse_by_size import ReuseRow, found_share, reuse_by_size
+from headrace.simulate.worker_room import WindowsRow, WorkerRoom
 
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 CONCURRENCIES = (1, 8, 32, 128)  # sequences on one worker at the same time
@@ -90,75 +91,6 @@ class CodecRow:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowsRow:
-    """What windows spare of the KV of a sequence as long as the workload's, of all layers' KV for all tokens."""
-
-    layers: int  # that have a window
-    widest_tokens: int
-    context_tokens: int
-    held_share: float  # of a worker's pool, at most
-    seen_share: float  # read by a decode step
-    moved_share: float  # by a hit
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """A worker's GPU with room for `room_tokens` tokens of which all layers are kept, and the sequences in it."""
-
-    model: ModelShape
-    trace: Trace
-    room_tokens: int
-
-    @property
-    def usual_tokens(self) -> int:
-        """Of the workload's sequences, in the mean."""
-        requests = self.trace.requests
-        return max(1, sum(each.input_tokens + each.output_tokens for each in requests) // len(requests))
-
-    def fit(self, context_tokens: int) -> int:
-        """How many sequences of so many tokens there is room for (`LayerWindows.pool`; without windows, as if blocks
-        were single tokens)."""
-        if not self.model.windows:
-            return self.room_tokens // context_tokens
-        layer_tokens = self.room_tokens * self.model.layers
-        return self.model.layer_windows.fitting_sequences(
-            layer_tokens, context_tokens, block_tokens=self.trace.block_tokens
-        )
-
-    @property
-    def device_tokens(self) -> int:
-        """Tokens of sequences as long as the workload's that there is room for."""
-        return max(1, self.fit(self.usual_tokens)) * self.usual_tokens if self.model.windows else self.room_tokens
-
-    @property
-    def moved_share(self) -> float:
-        """What a hit moves of a prefix as long as the workload's sequences, in whole blocks: at most all of it."""
-        if not self.model.windows:
-            return 1.0
-        whole_blocks = -(-self.usual_tokens // self.trace.block_tokens) * self.trace.block_tokens
-        return self.model.moved_tokens(whole_blocks, block_tokens=self.trace.block_tokens) / whole_blocks
-
-    def share(self, tokens: float) -> float:
-        """So many tokens, of a sequence as long as the workload's."""
-        return tokens / self.usual_tokens
-
-    def windows_row(self) -> WindowsRow | None:
-        """None where no layer has a window."""
-        windows = self.model.layer_windows
-        if windows.widest is None:
-            return None
-        held = self.model.held_tokens(self.usual_tokens, block_tokens=self.trace.block_tokens)
-        return WindowsRow(
-            layers=sum(window is not None for window in windows.tokens),
-            widest_tokens=windows.widest,
-            context_tokens=self.usual_tokens,
-            held_share=self.share(held),
-            seen_share=self.share(self.model.seen_tokens(self.usual_tokens)),
-            moved_share=self.moved_share,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class CapacityPlan:
     """Everything that a plan says. Costs are of a model without windows, which `windows` has the shares of."""
 
@@ -195,22 +127,23 @@ def plan_capacity(
     if len(trace.requests) < 2 or trace.requests[-1].arrival_s <= trace.requests[0].arrival_s:
         raise InvalidRequest("a plan needs requests that come at different times", param="trace")
     prefill, decode = costs or estimate_costs(model, machine)
-    room = _Room(model, trace, device_kv_tokens(model, machine))
+    room = WorkerRoom(model, trace, device_kv_tokens(model, machine))
     host_tokens = int(machine.host_bytes // model.kv_token_bytes)
     cluster = ClusterModel(
         name="planned", prefill_workers=1, decode_workers=1, mixed_workers=0,
         prefill=replace(prefill, attention_s=prefill.attention_s * model.attended_share(room.usual_tokens)),
         decode=replace(decode, kv_token_s=decode.kv_token_s * room.share(model.seen_tokens(room.usual_tokens))),
         network=LinkCost(machine.network_bytes_per_s, ROUND_TRIP_S), kv_token_bytes=model.kv_token_bytes,
-        moved_share=room.moved_share, device_tokens=room.device_tokens, host_tokens=host_tokens,
+        moved_share=room.moved_share, device_tokens=0, host_tokens=host_tokens,
         ttft_slo_s=targets.ttft_s, itl_slo_s=targets.itl_s,
     )  # fmt: skip
+    cluster = room.fill(cluster)
     if decode.step_seconds(1, 1) > targets.itl_s:
         raise InvalidRequest(
             f"one sequence alone takes {decode.step_seconds(1, 1) * 1e3:.1f} ms a token: no cluster of such workers "
             f"meets {targets.itl_s * 1e3:.1f} ms", param="itl_ms",
         )  # fmt: skip
-    simulated = _search(trace, cluster, targets, report=report)
+    simulated = _search(trace, cluster, targets, room=room, report=report)
     meeting = [row for row in simulated if row.meets]
     chosen = min(meeting, key=lambda row: (row.cost, row.ttft_s_p90), default=None)
     hit_rate = (chosen or simulated[-1]).hit_rate
@@ -235,7 +168,7 @@ def plan_capacity(
         prompt_tokens_mean=sum(each.input_tokens for each in requests) / len(requests),
         output_tokens_mean=sum(each.output_tokens for each in requests) / len(requests),
         prefill_workers_busy=_cold_seconds(trace, cluster.prefill) * (1 - hit_rate) / span_s,
-        decode_workers_busy=_decode_workers(trace, cluster, targets.itl_s),
+        decode_workers_busy=_decode_workers(trace, cluster, room, targets.itl_s),
         simulated=tuple(simulated),
         chosen=chosen,
     )
@@ -267,7 +200,7 @@ def _compare_codecs(
     cluster: ClusterModel,
     targets: Targets,
     *,
-    room: "_Room",
+    room: WorkerRoom,
     chosen: ClusterRow | None,
     report: Callable[[str], None],
 ) -> Iterator[CodecRow]:
@@ -287,30 +220,26 @@ def _compare_codecs(
         if codec == KvCodec.INT8_TOKEN:  # the store keeps the pool's own bytes
             read_s = cluster.decode.kv_token_s * token_bytes / model.kv_token_bytes
             kept_room = replace(room, room_tokens=device_kv_tokens(model, machine, token_bytes=token_bytes))
-            kept = replace(
-                kept,
-                device_tokens=kept_room.device_tokens,
-                decode=replace(cluster.decode, kv_token_s=read_s),
-            )
+            kept = kept_room.fill(replace(kept, decode=replace(cluster.decode, kv_token_s=read_s)))
         found = None
         if chosen is not None:
-            search = _Search(trace, kept, targets, report)
+            search = _Search(trace, kept, targets, kept_room, report)
             found = search.shrink(chosen, host_tokens=int(kept.host_tokens * host_share))
         yield _codec_row(name, kept, kept_room, found)
 
 
-def _codec_row(name: str, cluster: ClusterModel, room: "_Room", found: ClusterRow | None) -> CodecRow:
+def _codec_row(name: str, cluster: ClusterModel, room: WorkerRoom, found: ClusterRow | None) -> CodecRow:
     return CodecRow(
-        name, cluster.kv_token_bytes, cluster.device_tokens, cluster.host_tokens,
+        name, cluster.kv_token_bytes, room.device_tokens, cluster.host_tokens,
         room.fit(USUAL_CONTEXT_TOKENS), found,
     )  # fmt: skip
 
 
 def _search(
-    trace: Trace, cluster: ClusterModel, targets: Targets, *, report: Callable[[str], None]
+    trace: Trace, cluster: ClusterModel, targets: Targets, *, room: WorkerRoom, report: Callable[[str], None]
 ) -> list[ClusterRow]:
     """For each store size, the fewest prefill and decode workers that meet the targets, by trying from below."""
-    search = _Search(trace, cluster, targets, report)
+    search = _Search(trace, cluster, targets, room, report)
     for share in STORE_SHARES:
         host_tokens = int(cluster.host_tokens * share)
         if host_tokens or not share:
@@ -321,9 +250,11 @@ def _search(
 class _Search:
     """What was tried so far."""
 
-    def __init__(self, trace: Trace, cluster: ClusterModel, targets: Targets, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, trace: Trace, cluster: ClusterModel, targets: Targets, room: WorkerRoom, report: Callable[[str], None]
+    ) -> None:
         self._trace = replace(trace, requests=trace.requests[:SIMULATED_REQUESTS_MAX])
-        self._cluster, self._targets, self._report = cluster, targets, report
+        self._cluster, self._targets, self._room, self._report = cluster, targets, room, report
         self.rows: list[ClusterRow] = []
         self._tried: set[tuple[int, int, int]] = set()
 
@@ -331,9 +262,9 @@ class _Search:
         """Add what is short until the targets are met, no more can help, or it costs more than what was found."""
         requests = self._trace.requests
         cold = _cold_seconds(self._trace, self._cluster.prefill) / (requests[-1].arrival_s - requests[0].arrival_s)
-        found = found_share(self._trace, math.ceil(cold) * (self._cluster.device_tokens + host_tokens))
+        found = found_share(self._trace, math.ceil(cold) * (self._room.device_tokens + host_tokens))
         prefillers = max(1, math.ceil(cold * (1 - found) / FIRST_LOAD))
-        decoders = max(1, math.ceil(_decode_workers(self._trace, self._cluster, self._targets.itl_s)))
+        decoders = max(1, math.ceil(_decode_workers(self._trace, self._cluster, self._room, self._targets.itl_s)))
         before_s_p90 = math.inf
         while (row := self._try(prefillers, decoders, host_tokens)) is not None and not row.meets:
             in_step = row.itl_ms_p90 <= self._targets.itl_s * 1e3
@@ -408,15 +339,15 @@ def _cold_seconds(trace: Trace, prefill: PrefillCost) -> float:
     return sum(float(prefill.seconds(0, request.input_tokens)) for request in trace.requests)
 
 
-def _decode_workers(trace: Trace, cluster: ClusterModel, itl_s: float) -> float:
+def _decode_workers(trace: Trace, cluster: ClusterModel, room: WorkerRoom, itl_s: float) -> float:
     """Workers' time that decoding takes when batches are as large as memory and the ITL target allow."""
     requests = trace.requests
     span_s = requests[-1].arrival_s - requests[0].arrival_s
     output = sum(request.output_tokens for request in requests)
     # Each output token reads the sequence's KV once: the mean context weighs by output tokens.
     context = sum(r.output_tokens * (r.input_tokens + r.output_tokens / 2) for r in requests) / output
-    fit = cluster.device_tokens // max(1, int(context))
-    row = context_row(max(1, int(context)), cluster.decode, fit=fit, itl_s=itl_s)
+    context = max(1, int(context))
+    row = context_row(context, cluster.decode, fit=room.fit(context), itl_s=itl_s)
     batch = max(1, min(row.fit, row.within_itl))
     step_s = float(cluster.decode.step_seconds(batch, batch * context))
     return output / span_s * step_s / batch

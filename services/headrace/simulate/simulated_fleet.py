@@ -24,6 +24,7 @@ from headrace.core.prefix_map import PrefixMap
 from headrace.core.queue_order import AGEING_PER_S
 from headrace.simulate.batch_fluid import DecodeBatch
 from headrace.simulate.cluster_model import ClusterModel
+from headrace.simulate.windowed_memory import make_device_memory
 from headrace.simulate.worker_memory import DeviceMemory, HostMemory
 
 # A chain whose leading part of this share is on a peer is continued there, where hosts keep chains together: a copy of
@@ -138,7 +139,7 @@ class SimulatedFleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._workers = [
-            _Worker(DeviceMemory(model.device_tokens, block_tokens=block_tokens, holder=w, held=self.device))
+            _Worker(make_device_memory(model, block_tokens=block_tokens, holder=w, held=self.device))
             for w in range(number)
         ]
         self.hosts = [
@@ -293,8 +294,7 @@ class SimulatedFleet:
         last = request.input_tokens - 1
         own = min(worker.memory.num_leading(request.chain) * self.block_tokens, last)
         held = request.chain[: own // self.block_tokens]
-        worker.memory.use(held)
-        worker.memory.take_private(request.input_tokens - len(held) * self.block_tokens)
+        worker.memory.begin(held, request.input_tokens)
         start, end = max(plan.fetch_from, own), min(plan.fetch_to, last)
         job.outcome.device_tokens = own
         alone_s = float(cost.seconds(own, request.input_tokens)) * self._slowdown(where)
@@ -342,10 +342,10 @@ class SimulatedFleet:
         worker.running = None
         self.prefills[where] -= 1
         self.pending_tokens[where] -= request.input_tokens
-        held = request.chain[: min(job.outcome.device_tokens, request.input_tokens) // self.block_tokens]
-        worker.memory.end_use(held)
-        worker.memory.private_tokens -= request.input_tokens - len(held) * self.block_tokens
-        worker.memory.add(request.chain)
+        found = job.outcome
+        worker.memory.end(request.chain[: found.device_tokens // self.block_tokens], request.input_tokens)
+        first = (found.device_tokens + found.host_tokens) // self.block_tokens
+        worker.memory.add_computed(request.chain, first=first)
         if self.hosts:
             self._publish(where, job)
         if worker.batch is not None:

@@ -22,7 +22,7 @@ class DeviceMemory:
 
     def __init__(self, capacity_tokens: int, *, block_tokens: int, holder: int, held: PrefixMap[int]) -> None:
         self.capacity_tokens = capacity_tokens
-        self.private_tokens = 0
+        self._private_tokens = 0
         self._block_tokens = block_tokens
         self._idle: OrderedDict[int, None] = OrderedDict()  # first to go first
         self._uses: dict[int, int] = {}  # blocks that sequences run on, and how many
@@ -32,15 +32,19 @@ class DeviceMemory:
     @property
     def used_tokens(self) -> int:
         """Tokens of cached blocks and private ones."""
-        return (len(self._idle) + len(self._uses)) * self._block_tokens + self.private_tokens
+        return (len(self._idle) + len(self._uses)) * self._block_tokens + self._private_tokens
 
     @property
     def busy_tokens(self) -> int:
         """Tokens that cannot be evicted now."""
-        return len(self._uses) * self._block_tokens + self.private_tokens
+        return len(self._uses) * self._block_tokens + self._private_tokens
 
     def num_leading(self, chain: Sequence[int]) -> int:
-        """Leading blocks of a chain that are held."""
+        """Leading blocks of a chain that need not be computed."""
+        return self._num_kept(chain)
+
+    def _num_kept(self, chain: Sequence[int]) -> int:
+        """Leading blocks of a chain that are here."""
         idle, uses, found = self._idle, self._uses, 0
         for block in chain:
             if block not in idle and block not in uses:
@@ -48,38 +52,36 @@ class DeviceMemory:
             found += 1
         return found
 
-    def use(self, chain: Sequence[int]) -> None:
-        """A sequence runs on these blocks, all held."""
+    def begin(self, held: Sequence[int], tokens: int) -> None:
+        """A sequence of so many tokens runs on these leading blocks, all held; cached blocks make way for the rest."""
         idle, uses = self._idle, self._uses
-        for block in chain:
+        for block in held:
             count = uses.get(block, 0)
             if not count:
                 del idle[block]
             uses[block] = count + 1
+        self._private_tokens += tokens - len(held) * self._block_tokens
+        self._evict(self.used_tokens - self.capacity_tokens)
 
-    def end_use(self, chain: Sequence[int]) -> None:
-        """The sequence has ended; its blocks are the most recently used ones now."""
+    def end(self, held: Sequence[int], tokens: int) -> None:
+        """The sequence has ended; the blocks it ran on are the most recently used ones now."""
         idle, uses = self._idle, self._uses
-        for block in reversed(chain):
+        for block in reversed(held):
             count = uses[block] - 1
             if count:
                 uses[block] = count
             else:
                 del uses[block]
                 idle[block] = None
+        self._private_tokens -= tokens - len(held) * self._block_tokens
 
     def fits(self, tokens: int) -> bool:
         """Whether so many more could be had, by evicting all that is not in use."""
         return self.busy_tokens + tokens <= self.capacity_tokens
 
-    def take_private(self, tokens: int) -> None:
-        """Room for a sequence's own tokens; cached blocks make way."""
-        self.private_tokens += tokens
-        self._evict(self.used_tokens - self.capacity_tokens)
-
     def add(self, chain: Sequence[int]) -> int:
         """Keep a chain as far as there is room; returns how many leading blocks are held then."""
-        first = self.num_leading(chain)
+        first = self._num_kept(chain)
         idle = self._idle
         for block in reversed(chain[:first]):
             if block in idle:
@@ -97,6 +99,10 @@ class DeviceMemory:
                 idle.move_to_end(block)
         self._held.add(self._holder, new)
         return end
+
+    def add_computed(self, chain: Sequence[int], *, first: int) -> int:
+        """As `add`, of a chain that was computed here from block `first` on."""
+        return self.add(chain)
 
     def _evict(self, tokens: int, *, keep_last: int = 0) -> None:
         """Free that many tokens if possible; the `keep_last` most recent idle blocks stay."""

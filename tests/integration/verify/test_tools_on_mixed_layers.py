@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +16,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.admin.cli import main
 from headrace.bench.measure_engine import Extent, measure_engine
 from headrace.config import STORE_CODECS, Config, load_config
-from headrace.core.block import HashAlgorithm
+from headrace.core.block import HashAlgorithm, hash_prompt
 from headrace.core.clock import SystemClock
 from headrace.core.generation import SamplingParams
-from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
+from headrace.core.key_window import KeyWindow
+from headrace.core.limits import POOL_NAMES_PER_BLOCK_MAX, PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
 from headrace.core.model_work import MachineLimits
 from headrace.core.part_ids import PartIds
+from headrace.core.prefix_map import PrefixMap
 from headrace.diagnose.diagnose_model import _decode_row, _prefill_row, model_work
 from headrace.engine.drafter import DraftWish
 from headrace.engine.layered_kv import LayeredKV
 from headrace.engine.load_drafter import load_drafter
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.lone_sequence import LonePool, LoneSequence
+from headrace.engine.make_pool import with_pool
 from headrace.engine.model_runner import SequenceStep
+from headrace.simulate.windowed_memory import WindowedMemory
 from headrace.verify.measure_codec import _CodedPool, _CodedStore, _Comparison
 from headrace.verify.run_requests import run_requests
 from headrace.verify.verify_together import verify_together
@@ -205,6 +210,44 @@ def test_the_same_prompts_alone_and_in_company(paths):
     found = verify_together(model, settings(paths["mixed"]).engine, make_tokens(1_024), report=lambda line: None)
     assert found.bit_equal
     assert found.as_meant
+
+
+@pytest.mark.parametrize(("family", "blocks", "near_blocks"), [("mixed", 60, 30), ("all windowed", 40, 40)])
+def test_a_plans_memory_finds_what_a_workers_pool_finds(family, blocks, near_blocks, paths):
+    """Prompts of a few conversations one after another, on a pool too small for all of them. Fails if the simulation of
+    `headrace plan` keeps what a pool gives up, or gives up what it keeps."""
+    model = with_pool(load(paths[family], pool_tokens=4 * B), num_blocks=blocks, num_near=near_blocks)
+    draw = random.Random(4)
+    talks = [make_tokens(48, seed=n) for n in range(8)]
+    prompts = []
+    for number in range(48):
+        talk = draw.choice(talks[: 3 + number // 8])
+        if len(talk) < 400:
+            talk += make_tokens(draw.randrange(20, 90), seed=100 + number)
+        prompts.append(talk[: draw.choice((len(talk), len(talk), 48))])
+    ran = asyncio.run(
+        run_requests(
+            model, settings(paths[family]).engine, prompts, one_by_one=True, reuse=True,
+            sampling=SamplingParams(max_tokens=1),
+        )
+    )  # fmt: skip
+    names = 1 if family == "mixed" else POOL_NAMES_PER_BLOCK_MAX
+    memory = WindowedMemory(
+        blocks * B * names, near_tokens=near_blocks * B, window=KeyWindow(WINDOW, B), holder=0, held=PrefixMap()
+    )
+    found_tokens = []
+    for prompt in prompts:
+        chain = hash_prompt(model.namespace.id, prompt, block_tokens=B, algorithm=HashAlgorithm.XXH3_128).chain
+        found = min(memory.num_leading(chain), (len(prompt) - 1) // B)
+        memory.begin(chain[:found], len(prompt) + 1)
+        memory.end(chain[:found], len(prompt) + 1)
+        memory.add_computed(chain, first=found)
+        found_tokens.append(found * B)
+    cached = [answer.cached_tokens for answer in ran.answers]
+    assert 0.2 * sum(map(len, prompts)) < sum(cached) < 0.8 * sum(map(len, prompts)), "some are found, some are not"
+    equal = sum(one == other for one, other in zip(found_tokens, cached, strict=True))
+    assert equal >= 0.95 * len(prompts), "but for which of several blocks of one age goes first"
+    assert sum(found_tokens) == pytest.approx(sum(cached), rel=0.02)
 
 
 def test_experiments_run_on_two_parts(paths):

@@ -78,10 +78,34 @@ def test_a_config_that_lacks_a_field_is_refused_by_its_name(tmp_path):
         read_model(tmp_path)
 
 
+# Qwen3 30B A3B as its config.json has it.
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 2_048,
+    "intermediate_size": 6_144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151_936,
+}
+
+
+def test_experts_are_counted_at_their_own_size(tmp_path):
+    assert read(QWEN3_30B, tmp_path).parameters == pytest.approx(30.5e9, rel=0.01)
+
+
+def test_a_model_that_keeps_something_else_than_kv_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="MLA"):
+        read(LLAMA_8B | {"kv_lora_rank": 512}, tmp_path)
+
+
 def test_room_is_what_weights_and_overhead_leave():
     """80 GB x 0.9 - 16 GB = 56 GB; over 131,072 bytes: 427,246 tokens."""
     assert device_kv_tokens(EIGHT_B, H100) == 427_246
-    with pytest.raises(InvalidRequest, match="leave no room"):
+    with pytest.raises(InvalidRequest, match="leave no room for KV in 80 GB; --device-memory-gb"):
         device_kv_tokens(replace(EIGHT_B, parameters=70e9), H100)
 
 
