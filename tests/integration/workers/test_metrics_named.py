@@ -34,6 +34,7 @@ TYPED = re.compile(r"^# TYPE (\w+) ", re.MULTILINE)
 LATER: dict[str, set[str]] = {
     "headrace_refused_requests_total": {"tenant", "reason"},
     "headrace_tls_certificate_expiry_timestamp_seconds": set(),  # under TLS
+    "ray_headrace_tls_certificate_expiry_timestamp_seconds": set(),  # of Serve's proxies, among Ray's
 }
 
 

@@ -112,6 +112,11 @@ ILL: dict[str, Illness] = {
         61,
         {"pod": "gateway-1"},
     ),
+    "HeadraceCallersCertificateEnds": Illness(
+        [of(GATEWAY, "ray_headrace_tls_certificate_expiry_timestamp_seconds", f"{6 * 86_400}x90")],
+        61,
+        {"pod": "gateway-1"},
+    ),
     "HeadraceBlocksRefusedOnUse": Illness(
         [of(DECODE, "headrace_verify_failures_total", "0x10 1x80", kind="checksum")], 13, POD
     ),
@@ -161,6 +166,7 @@ WELL = [
     of(GATEWAY, "headrace_refused_calls_total", "0+6x90", reason="unauthenticated"),
     of(GATEWAY, "headrace_tls_certificate_expiry_timestamp_seconds", f"{21 * 86_400}x90"),
     of(DECODE, "headrace_tls_certificate_expiry_timestamp_seconds", f"{19 * 86_400}x90"),
+    of(GATEWAY, "ray_headrace_tls_certificate_expiry_timestamp_seconds", f"{8 * 86_400}x90"),
     of(
         DECODE | {"pod": "other-1"} | {"app_kubernetes_io_instance": "other"},
         "headrace_tls_certificate_expiry_timestamp_seconds",

@@ -10,8 +10,13 @@ def test_the_monitors_read_by_https_and_trust_the_authority_of_the_pods():
     endpoints = one(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
     gateways = one(manifests, "ServiceMonitor")["spec"]["endpoints"]
     assert endpoints
-    assert [endpoint["targetPort"] for endpoint in gateways] == ["metrics-1"]
-    for endpoint in endpoints + gateways:
+    own, of_ray = gateways
+    assert own["targetPort"] == "metrics-1"
+    # Ray's own metrics know no TLS; of them only what Headrace's proxies say is kept.
+    assert of_ray["targetPort"] == "metrics"
+    assert "scheme" not in of_ray
+    assert [relabeling["regex"] for relabeling in of_ray["metricRelabelings"]] == ["ray_headrace_.*"]
+    for endpoint in [*endpoints, own]:
         assert endpoint["scheme"] == "https"
         assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == authority
         assert "cert" not in endpoint["tlsConfig"]
