@@ -10,6 +10,7 @@ from headrace.admin.cache_commands import describe_pin
 from headrace.admin.connection import address_option, connect
 from headrace.admin.selection import HASH_LENGTHS, TokenIds, Words
 from headrace.admin.terminal import (
+    counted,
     exit_if_incomplete,
     human_bytes,
     human_left,
@@ -185,8 +186,8 @@ def _prompt(
 def _print_explanation(found: MissExplanation) -> None:
     partial = found.prompt_tokens - found.num_blocks * found.block_tokens
     click.echo(
-        f"{found.model}: {found.prompt_tokens:,} tokens are {found.num_blocks:,} blocks of {found.block_tokens}"
-        f" and {partial} tokens that are never kept; namespace {found.namespace}"
+        f"{found.model}: {counted(found.prompt_tokens, 'token')}: {counted(found.num_blocks, 'block')} of"
+        f" {found.block_tokens}, and {counted(partial, 'token')} behind them, never kept; namespace {found.namespace}"
     )
     if found.runs:
         rows = [[run.holder, f"{run.held_blocks:,}", f"{run.indexed_blocks:,}"] for run in found.runs]

@@ -154,7 +154,8 @@ def generate(
 ) -> None:
     """Continue TEXT (or what comes on standard input) and stream the answer.
 
-    The answer goes to standard output; token counts, cached tokens by source and times go to standard error.
+    The answer goes to standard output; token counts, cached tokens by source, times and the request's id (for
+    `headrace explain` and `headrace cache why-miss --request`) go to standard error.
 
     \b
     Examples:
@@ -170,7 +171,7 @@ def generate(
     if as_json:
         print_json(result_json(result))
     else:
-        say(f"[{describe_result(result)}]")
+        say(f"[{describe_result(result)}; request {result.request_id}]")
 
 
 def _prompt(text: str | None, token_ids: tuple[int, ...] | None, *, as_chat: bool, system: str) -> Prompt:
