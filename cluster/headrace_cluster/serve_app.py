@@ -37,11 +37,13 @@ GRPC_SERVICER_FUNCTIONS = [
     "headrace_cluster.proxy_services.add_health",
 ]
 
-# A replica is asked for its health this often; a dead process is replaced after one period at most.
+# A replica is asked for its health this often. One whose process died is replaced at once, one that says no three times
+# in a row after that: 6 s.
 HEALTH_PERIOD_S = 2.0
-# A replica that answers no health check for this long is stalled, not busy: the check runs between engine steps.
+# No answer for this long counts as a no: then the event loop is stalled and not busy, since engines step in threads of
+# their own. Three of them are 90 s.
 HEALTH_TIMEOUT_S = 30.0
-# Streams under way may end by themselves before a replica is stopped.
+# How long streams under way hold up the end of a system on one machine, whose operator waits for it.
 SHUTDOWN_GRACE_S = 10.0
 # A load that lasts so long is answered by more workers; a model takes about as long to load.
 SCALE_OUT_AFTER_S = 15.0
@@ -49,9 +51,9 @@ SCALE_OUT_AFTER_S = 15.0
 SCALE_IN_AFTER_S = 300.0
 # Over how long a worker's pressure is averaged: longer than the 10 s between two reports of it.
 SCALE_LOOK_BACK_S = 20.0
-# A worker that is not needed any more gets no new calls, and ends when its last stream has, or after the longest that
-# a request may take by default.
-SCALE_IN_GRACE_S = REQUEST_TIMEOUT_MS_DEFAULT / 1000
+# A replica that is replaced, or not needed any more, gets no new calls, and ends when its last stream has, or after the
+# longest that a request may take by default.
+REPLICA_GRACE_S = REQUEST_TIMEOUT_MS_DEFAULT / 1000
 # Calls beyond what the engine runs and queues are refused by the worker itself (Overloaded), at once and with a reason;
 # Serve would let them wait. So Serve's own bound lies above the worker's.
 CALLS_BEYOND_QUEUE = 64
@@ -72,15 +74,25 @@ def serve_app(args: dict[str, Any]) -> Application:
 
     Raises ConfigInvalid naming the key.
     """
+    return build_app(args, grace_s=REPLICA_GRACE_S)
+
+
+def build_app(args: dict[str, Any], *, grace_s: float) -> Application:
+    """As `serve_app`. grace_s: how long a replica's streams may go on when it is to end; one that scaling ends has
+    REPLICA_GRACE_S always."""
     config = load_config(args, environ={name: os.environ[name] for name in SECRET_VARIABLES if name in os.environ})
     check_listening(config)
     settings = config_to_flat(config)
     options = worker_options(config)
     decode_role = WorkerRole.DECODE if config.cluster.prefill_workers else WorkerRole.BOTH
     cluster = config.cluster
-    decode = DecodeWorker.options(**options, **replicas(cluster.decode_workers, cluster.decode_workers_max))
-    prefill = PrefillWorker.options(**options, **replicas(max(1, cluster.prefill_workers), cluster.prefill_workers_max))
-    return Gateway.options(num_replicas=cluster.gateways).bind(
+    decode = DecodeWorker.options(
+        **options, **replicas(cluster.decode_workers, cluster.decode_workers_max, grace_s=grace_s)
+    )
+    prefill = PrefillWorker.options(
+        **options, **replicas(max(1, cluster.prefill_workers), cluster.prefill_workers_max, grace_s=grace_s)
+    )
+    return Gateway.options(num_replicas=cluster.gateways, graceful_shutdown_timeout_s=grace_s).bind(
         settings,
         decode.bind(settings, decode_role.value),
         prefill.bind(settings, WorkerRole.PREFILL.value) if config.cluster.prefill_workers else None,
@@ -118,10 +130,10 @@ def check_ray(config: Config, environ: Mapping[str, str]) -> None:
         )
 
 
-def replicas(fixed: int, most: int) -> dict[str, Any]:
+def replicas(fixed: int, most: int, *, grace_s: float) -> dict[str, Any]:
     """Serve options for a number of workers that stays, or one that follows the load from `fixed` to `most`."""
     if most <= fixed:
-        return {"num_replicas": fixed, "graceful_shutdown_timeout_s": SHUTDOWN_GRACE_S}
+        return {"num_replicas": fixed, "graceful_shutdown_timeout_s": grace_s}
     scaling = AutoscalingConfig(
         min_replicas=fixed,
         initial_replicas=fixed,
@@ -131,7 +143,7 @@ def replicas(fixed: int, most: int) -> dict[str, Any]:
         look_back_period_s=SCALE_LOOK_BACK_S,
         policy=AutoscalingPolicy(policy_function="headrace_cluster.scale_workers:scale_workers"),
     )
-    return {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": SCALE_IN_GRACE_S}
+    return {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": REPLICA_GRACE_S}
 
 
 def worker_options(config: Config) -> dict[str, Any]:
@@ -154,15 +166,22 @@ def worker_options(config: Config) -> dict[str, Any]:
 
 
 def gpus_per_worker(config: Config) -> float:
-    """A whole GPU for each worker where there are enough, else an equal share; 0 on machines without."""
+    """What Ray books for each worker, by the GPUs that its cluster has now; 0 on machines without."""
     if config.model.device == "cpu" or not ray.is_initialized():
         return 0.0
-    gpus = float(ray.cluster_resources().get("GPU", 0.0))
     cluster = config.cluster
-    workers = max(cluster.prefill_workers, cluster.prefill_workers_max) + max(
-        cluster.decode_workers, cluster.decode_workers_max
-    )
-    return 1.0 if gpus >= workers else math.floor(100 * gpus / workers) / 100
+    prefill = max(cluster.prefill_workers, cluster.prefill_workers_max)
+    decode = max(cluster.decode_workers, cluster.decode_workers_max)
+    return gpu_share(int(ray.cluster_resources().get("GPU", 0.0)), prefill + decode)
+
+
+def gpu_share(gpus: int, workers: int) -> float:
+    """A whole GPU for each worker where there are enough, else an equal share, such that all find a place: what one
+    worker has lies on one GPU."""
+    if gpus == 0 or gpus >= workers:
+        return float(gpus > 0)
+    workers_on_each = -(-workers // gpus)
+    return math.floor(10_000 / workers_on_each) / 10_000  # Ray counts in ten-thousandths
 
 
 Gateway = serve.deployment(
@@ -170,7 +189,6 @@ Gateway = serve.deployment(
     max_ongoing_requests=2 * GATEWAY_INFLIGHT_MAX,
     health_check_period_s=HEALTH_PERIOD_S,
     health_check_timeout_s=HEALTH_TIMEOUT_S,
-    graceful_shutdown_timeout_s=SHUTDOWN_GRACE_S,
     max_constructor_retry_count=1,
     ray_actor_options={"num_cpus": REPLICA_CPUS},
 )(GatewayReplica)

@@ -17,15 +17,18 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from headrace.config import Config, config_to_flat, load_config
+from headrace.config import Config, config_to_flat, load_config, settings_table
 
 log = logging.getLogger(__name__)
 
 STORE_NAMESPACE = "headrace"
 STORE_NAME_PREFIX = "headrace-store:"
-# A store node opens its arena and announces itself; with a large arena, checking each committed slot after a crash
-# takes about a second per 2 GB.
+# A store node opens its arena and announces itself. After a crash it checks each committed slot first, which takes
+# about a second for 2 GB: it may take two.
 STORE_START_TIMEOUT_S = 60.0
+STORE_CHECK_MB_PER_S = 1_024
+# The pieces of the settings that a store node goes by.
+STORE_PIECES = ("store", "index", "network")
 STORE_STOP_TIMEOUT_S = 10.0
 
 
@@ -36,6 +39,7 @@ class StoreActor:
         from headrace.compose import build_store_node, node_id
         from headrace.telemetry.logs import set_up_logs
 
+        self._settings = settings
         config = config_here(settings)
         set_up_logs(config.telemetry.log_format, part="store node", instance_id=node_id(config.store))
         self._node = build_store_node(config)
@@ -45,6 +49,10 @@ class StoreActor:
     async def ready(self) -> int:
         """Answers when the store node serves; its process id."""
         return os.getpid()
+
+    async def differs_from(self, settings: dict[str, Any]) -> list[str]:
+        """What it was started with otherwise than these settings say."""
+        return differing(self._settings, settings)
 
     async def stop(self) -> None:
         """Withdraw from the index, close the server and remove the arena's file."""
@@ -67,13 +75,20 @@ def config_here(settings: dict[str, Any]) -> Config:
     return load_config(settings, environ={})
 
 
+def differing(had: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """The settings of a store node that are not the same in both."""
+    of_store = (name for name, (piece, _) in settings_table().items() if piece in STORE_PIECES)
+    return [name for name in of_store if had.get(name) != wanted.get(name)]
+
+
 def ray_cluster_here() -> str:
     """The Ray cluster's name where KubeRay gave it one, which runs two with one index during an upgrade; else ""."""
     return os.environ.get("RAY_CLUSTER_NAME", "")
 
 
 async def ensure_store_actor(config: Config) -> None:
-    """Have a store node on this Ray node, starting it when there is none. Returns when it serves."""
+    """Have a store node on this Ray node, starting it when there is none. Returns when it serves. One that is there
+    keeps its settings: where they are others than these, the log says which."""
     node_id = ray.get_runtime_context().get_node_id()
     actor = (
         ray.remote(StoreActor)
@@ -89,8 +104,23 @@ async def ensure_store_actor(config: Config) -> None:
         )
         .remote(config_to_flat(config))
     )
-    async with asyncio.timeout(STORE_START_TIMEOUT_S):
+    async with asyncio.timeout(start_timeout_s(config)):
         await actor.ready.remote()
+        try:
+            others = await actor.differs_from.remote(config_to_flat(config))
+        except RayError:  # one that an earlier version started, which cannot say
+            return
+    if others:
+        log.warning(
+            "the store node of this host was started before, with another %s, and keeps that until it is ended "
+            "(docs/ray.md); with another redis_url it is unknown here, and this worker stores elsewhere",
+            ", ".join(others),
+        )
+
+
+def start_timeout_s(config: Config) -> float:
+    """How long a store node may take to start: as long as its arena is full of blocks to check."""
+    return STORE_START_TIMEOUT_S + config.store.arena_mb / STORE_CHECK_MB_PER_S
 
 
 def stop_store_actors() -> None:

@@ -286,6 +286,10 @@ class Gateway:
         await self._index_known()
         await self._service.tokenizers.loaded()
 
+    def healthy(self) -> bool:
+        """As GatewayService.healthy."""
+        return bool(self._service.healthy())
+
     async def stop(self) -> None:
         """Stop following the workers, be unseen, then close connections. Idempotent."""
         await self._service.stop()

@@ -13,7 +13,7 @@ from headrace.core.errors import ConfigInvalid
 from headrace.core.generation import WorkerId
 from headrace.core.members import LearnedCosts, WorkerRecord, WorkerRole
 from headrace_cluster.scale_workers import SCALE_IN_BELOW, pressure, scale_workers, wanted_workers
-from headrace_cluster.serve_app import SCALE_IN_GRACE_S, replicas
+from headrace_cluster.serve_app import REPLICA_GRACE_S, replicas
 
 WORKER = WorkerRecord(
     worker_id=WorkerId("w"),
@@ -95,10 +95,12 @@ def test_the_policy_reads_serves_report():
 
 def test_workers_are_a_fixed_number_unless_a_higher_one_is_set():
     """Fails when autoscaling is on by default, ends at another bound, or cuts streams short when it scales in."""
-    assert replicas(2, 0)["num_replicas"] == replicas(2, 2)["num_replicas"] == 2
-    scaled = replicas(2, 5)
+    assert (
+        replicas(2, 0, grace_s=7) == replicas(2, 2, grace_s=7) == {"num_replicas": 2, "graceful_shutdown_timeout_s": 7}
+    )
+    scaled = replicas(2, 5, grace_s=7)
     assert "num_replicas" not in scaled
-    assert scaled["graceful_shutdown_timeout_s"] == SCALE_IN_GRACE_S >= 300
+    assert scaled["graceful_shutdown_timeout_s"] == REPLICA_GRACE_S >= 300
     assert (scaled["autoscaling_config"].min_replicas, scaled["autoscaling_config"].max_replicas) == (2, 5)
     policy: AutoscalingPolicy = scaled["autoscaling_config"].policy
     assert policy.policy_function == "headrace_cluster.scale_workers:scale_workers"

@@ -1,15 +1,18 @@
 """The Serve config file that ships says the same as the code that it configures."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
 import headrace_cluster
-from headrace.config import load_config, settings_table
+from headrace.config import config_to_flat, load_config, settings_table
 from headrace.core.errors import ConfigInvalid
-from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, check_ray, serve_app
+from headrace_cluster.gateway_replica import GatewayReplica
+from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, REPLICA_GRACE_S, check_ray, gpu_share, serve_app
+from headrace_cluster.store_actor import differing, start_timeout_s
 
 CONFIG = yaml.safe_load((Path(headrace_cluster.__file__).parent / "serve_config.yaml").read_text(encoding="utf-8"))
 
@@ -26,8 +29,57 @@ def test_the_proxies_get_the_same_grpc_services_as_under_headrace_up():
 
 
 def test_the_application_can_be_built_from_the_files_arguments():
-    """Fails when the arguments are refused, or a deployment's options are not Serve's."""
-    serve_app(CONFIG["applications"][0]["args"])
+    """Fails when the arguments are refused, a deployment's options are not Serve's, or `serve deploy` with other
+    arguments cuts streams off that would have ended by themselves."""
+    app = serve_app(CONFIG["applications"][0]["args"])
+    gateway = app._bound_deployment
+    workers = [bound._bound_deployment for bound in gateway.init_args[1:]]
+    assert [each.name for each in (gateway, *workers)] == ["Gateway", "DecodeWorker", "PrefillWorker"]
+    for each in (gateway, *workers):
+        assert each._deployment_config.graceful_shutdown_timeout_s == REPLICA_GRACE_S
+
+
+def test_workers_find_a_place_on_the_gpus_whatever_their_numbers():
+    """Fails when shares are equal and do not fit: two GPUs have room for four workers with 0.4 of one, not for five."""
+    assert gpu_share(0, 3) == 0
+    assert gpu_share(8, 8) == gpu_share(8, 1) == 1
+    assert gpu_share(2, 5) == pytest.approx(1 / 3, abs=0.001)
+    for gpus in range(1, 9):
+        for workers in range(1, 65):
+            share = gpu_share(gpus, workers)
+            assert share > 0
+            assert gpus * int(1 / share) >= workers
+
+
+def test_a_store_node_with_a_large_arena_has_the_time_to_check_what_it_holds():
+    """Fails when the workers of a host with 512 GB of blocks do not start after its store node died."""
+    assert start_timeout_s(load_config({"arena_mb": 512 * 1024}, environ={})) > 512 * 2 / 2 + 30
+    assert start_timeout_s(load_config({}, environ={})) < 90
+
+
+def test_settings_that_a_store_node_which_is_there_does_not_take_over_are_named():
+    """Fails when `arena_mb` is raised, or a second application's worker comes to the host, and nobody is told that the
+    store node goes on as it was."""
+    had = config_to_flat(load_config({"arena_mb": 64, "redis_url": "redis://a"}, environ={}))
+    wanted = config_to_flat(load_config({"arena_mb": 65, "redis_url": "redis://b", "gateways": 2}, environ={}))
+    assert sorted(differing(had, wanted)) == ["arena_mb", "redis_url"]
+    assert differing(had, had) == []
+
+
+async def test_a_gateway_that_follows_nobody_any_more_is_replaced():
+    """Fails when Serve is told that a gateway is healthy whose picture of the workers will never change again."""
+
+    class Followed:
+        answer = True
+
+        def healthy(self) -> bool:
+            return self.answer
+
+    replica = SimpleNamespace(_gateway=Followed())  # a whole one needs Serve
+    await GatewayReplica.check_health(replica)
+    replica._gateway.answer = False
+    with pytest.raises(RuntimeError, match="follows"):
+        await GatewayReplica.check_health(replica)
 
 
 @pytest.mark.parametrize("ray_use_tls", [{}, {"RAY_USE_TLS": "0"}, {"RAY_USE_TLS": ""}])

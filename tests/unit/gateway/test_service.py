@@ -131,8 +131,10 @@ async def test_a_gateway_that_stopped_following_is_not_ready(model_path):
             raise ZeroDivisionError
 
         await until(gateway.service.ready)
+        assert gateway.service.healthy()
         gateway.membership.workers = broken
         await until(lambda: not gateway.service.ready())
+        assert not gateway.service.healthy(), "only another process will follow again"
         gateway.membership.workers = gateway.membership.store_nodes
 
 
