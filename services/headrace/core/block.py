@@ -19,6 +19,7 @@ The words of this field, fixed here once:
 import hashlib
 import struct
 import sys
+import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,6 +27,8 @@ from enum import StrEnum
 from typing import NewType, cast
 
 import xxhash
+
+from headrace.core.index_limits import INDEX_SHARDS
 
 NamespaceId = NewType("NamespaceId", str)  # 32 hex digits
 BlockHash = NewType("BlockHash", bytes)  # 16 bytes (xxh3-128) or 32 bytes (SHA-256)
@@ -259,6 +262,11 @@ class HashedPrompt:
 def root_hash(namespace: NamespaceId) -> BlockHash:
     """The parent of every block 0: the namespace's own 16 bytes."""
     return BlockHash(bytes.fromhex(namespace))
+
+
+def shard_of(namespace: NamespaceId) -> int:
+    """The shard of the index that a namespace's blocks lie in; the same in every process."""
+    return zlib.crc32(namespace.encode()) % INDEX_SHARDS
 
 
 def hash_prompt(

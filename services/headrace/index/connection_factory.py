@@ -118,8 +118,8 @@ def _primary_of_sentinels(parts: SplitResult, *, timeout_ms: int) -> ConnectionP
     asking |= {"protocol": 2, "driver_info": None, "retry": Retry(NoBackoff(), 0)}
     asking |= {"socket_timeout": each_s, "socket_connect_timeout": each_s}
     _check_options(read, options)  # those of Sentinels are among them
-    sentinel = Sentinel(addresses, sentinel_kwargs=asking)
-    return SentinelConnectionPool(name, sentinel, ssl=with_tls, **options)
+    sentinel = Sentinel(addresses, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+    return SentinelConnectionPool(name, sentinel, ssl=with_tls, **options)  # type: ignore[no-untyped-call]
 
 
 def _servers_of_cluster(parts: SplitResult) -> ClusterFactory:

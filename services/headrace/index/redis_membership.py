@@ -10,6 +10,7 @@ IndexUnavailable: the caller keeps what it knew.
 
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from redis.exceptions import ResponseError
 
@@ -27,7 +28,7 @@ from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import GatewayRecord, MemberRecord, StoreNodeRecord, WorkerRecord
 from headrace.index.junk_count import JunkCount
 from headrace.index.member_records import JunkRecord, decode_record, encode_record
-from headrace.index.redis_connections import RedisCall, RedisConnections, Script
+from headrace.index.redis_connections import RedisConnections, Script
 from headrace.index.redis_keys import (
     INCARNATION_DIGITS,
     MEMBER_IDS_KEY,
@@ -113,13 +114,7 @@ class RedisMembership:
 
     async def _read(self) -> list[MemberRecord]:
         expected = self._expected_mark()
-        async with self._redis.call() as redis:
-            refusal = await self._leave_mark(redis, expected=expected)
-            junk, *pairs = await redis.run_script(
-                _READ_MEMBERS,
-                keys=[MEMBER_IDS_KEY],
-                arguments=[MEMBER_KEY_PREFIX, MEMBERS_MAX, MEMBER_RECORD_BYTES_MAX],
-            )
+        (junk, *pairs), refusal = await self._ask(expected=expected)
         records = _parse_members(pairs)
         self._junk.add(junk + len(pairs) // 2 - len(records), "member records")
         named = frozenset(record.holder_id for record in records)
@@ -137,24 +132,36 @@ class RedisMembership:
             self._listed, self._mark_lost_s, self._marks_left = frozenset(), None, 0
         return self._marks_left
 
-    async def _leave_mark(self, redis: RedisCall, *, expected: int) -> ResponseError | None:
-        """Note whether the expected mark still stood, and leave the next; the refusal, if Redis takes no writes."""
-        refusal, stood = None, b""
+    async def _ask(self, *, expected: int) -> tuple[list[Any], ResponseError | None]:
+        """What `read_members` says, and the refusal, if Redis takes no writes. Leaves the next mark, and notes whether
+        the expected one still stood."""
         self._marks_tried += 1
         number = self._marks_tried
-        try:
-            stood = await redis.run_script(_PROBE, keys=[self._mark], arguments=[MEMBER_TTL_MS, number])
-            self._marks_left = max(self._marks_left, number)
-        except ResponseError as error:
-            refusal = error
-        # A later one may stand: that of another listing at the same time, or one of which only the answer was lost.
-        if refusal or int(stood or 0) < expected:
-            self._mark_lost_s = self._clock.now_s()
-        return refusal
+        async with self._redis.call() as redis:
+            # By one connection. Of two, one may lead to a primary from which a replica took over: the mark that stands
+            # on the one would say that the other's listing is whole.
+            stood, listing = await redis.run_scripts(
+                (_PROBE, [self._mark], [MEMBER_TTL_MS, number]),
+                (_READ_MEMBERS, [MEMBER_IDS_KEY], [MEMBER_KEY_PREFIX, MEMBERS_MAX, MEMBER_RECORD_BYTES_MAX]),
+            )
+            refusal = stood if isinstance(stood, ResponseError) else None
+            if refusal or not _has_stood(stood, expected):
+                self._mark_lost_s = self._clock.now_s()
+            if not refusal:
+                self._marks_left = max(self._marks_left, number)
+            if isinstance(listing, ResponseError):
+                raise listing
+        return listing, refusal
 
     def _lost_lately(self) -> bool:
         lost_s = self._mark_lost_s
         return lost_s is not None and self._clock.now_s() - lost_s < MEMBER_TTL_MS / 1000
+
+
+def _has_stood(mark: bytes, expected: int) -> bool:
+    """Whether a mark, as `probe` told it, is one since before the expected number, and as high; 0: whatever it is."""
+    first, _, highest = mark.partition(b":")
+    return expected == 0 or (bool(highest) and int(first) <= expected <= int(highest))
 
 
 def _parse_members(pairs: Sequence[bytes]) -> list[MemberRecord]:

@@ -119,7 +119,7 @@ class RedisServer:
         await self.close()
 
     async def _converse(self, commands: Sequence[Command]) -> list[Any]:
-        connection = self._idle.pop() if self._idle else self._factory.make_connection()
+        connection = self._idle.pop() if self._idle else self._factory.make_connection()  # type: ignore[no-untyped-call]
         is_in_step = is_replica = False
         replies: list[Any] = []
         try:

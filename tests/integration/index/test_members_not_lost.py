@@ -1,11 +1,17 @@
 """Members that Redis lost, or could not take, are not dead; members that left are."""
 
+import asyncio
+import os
+import signal
+from urllib.parse import urlsplit
+
 import pytest
 from patient_redis import patient_connections, patient_membership
 
 from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord
+from headrace.index.redis_membership import RedisMembership
 
 TTL_S = MEMBER_TTL_MS / 1000
 A, B = (StoreNodeRecord(node_id=n, incarnation=1, host="h", address="x:1", arena_path="/a", pid=1) for n in "ab")
@@ -28,6 +34,7 @@ class Setting:
     """A reader with a clock of its own, members that announce, and a hand on the server."""
 
     def __init__(self, url: str) -> None:
+        self.port = urlsplit(url).port
         self.clock = HandClock()
         self.reader, self.members = patient_membership(url, clock=self.clock), patient_membership(url)
         self.server = patient_connections(url, connections_max=1, clock=self.clock)
@@ -79,6 +86,61 @@ async def test_a_member_that_does_not_come_back_is_dead_after_one_lifetime(setti
     assert await setting.read() == ["a"]
 
 
+async def test_a_loss_of_which_nobody_told_the_reader_kills_nobody_either(own_server):
+    """The listing that would have shown it was carried out and its answer was lost. Fails when the mark that it left
+    hides the loss from the next one."""
+    setting = Setting(own_server.url)
+    await setting.announce(A, B)
+    impatient = RedisMembership(own_server.url, clock=setting.clock, timeout_ms=500)
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                assert len(await impatient.store_nodes()) == 2
+                break
+            except IndexUnavailable:
+                setting.clock.time_s += 1
+    await setting.do("FLUSHALL")
+    await setting.announce(A)
+    os.kill(own_server.pid, signal.SIGSTOP)
+    with pytest.raises(IndexUnavailable, match="no answer"):
+        await impatient.store_nodes()
+    os.kill(own_server.pid, signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while not (left := await values(setting)):  # noqa: ASYNC110 (what was sent is carried out now)
+            await asyncio.sleep(0.01)
+    first, _, highest = left[0].partition(b":")
+    assert first == highest > b"1"
+    setting.clock.time_s += 1
+    await setting.announce(A)
+    async with asyncio.timeout(60):
+        while True:
+            with pytest.raises(IndexUnavailable) as told:
+                await impatient.store_nodes()
+            if "lost records" in told.value.why:
+                break
+            setting.clock.time_s += 1
+    for part in (impatient, setting.reader, setting.members, setting.server):
+        await part.close()
+
+
+async def test_a_mark_and_the_listing_that_goes_by_it_come_by_one_connection(setting):
+    """Fails when they can come from two servers, of which one was a primary until just now."""
+    await setting.announce(A, B)
+    watching, writer = await asyncio.open_connection("127.0.0.1", setting.port)
+    writer.write(b"MONITOR\r\n")
+    async with asyncio.timeout(60):
+        assert await watching.readline() == b"+OK\r\n"
+        await asyncio.gather(*(setting.reader.store_nodes() for _ in range(20)))
+        client_to_scripts: dict[bytes, list[bytes]] = {}
+        while sum(map(len, client_to_scripts.values())) < 40:
+            words = (await watching.readline()).lower().split()
+            if words[3] in (b'"evalsha"', b'"eval"') and not words[2].startswith(b"lua"):
+                by_client = client_to_scripts.setdefault(words[2], [])
+                by_client.append(b"mark" if b"hr1:{members}:p:" in b" ".join(words[4:]) else b"listing")
+    writer.close()
+    assert all(scripts == [b"mark", b"listing"] * (len(scripts) // 2) for scripts in client_to_scripts.values())
+
+
 async def test_a_replica_that_takes_no_records_kills_nobody_for_as_long_as_it_lasts(setting):
     """Fails when records that ran out because nobody could refresh them count as deaths."""
     await setting.announce(A, B)
@@ -122,6 +184,13 @@ async def test_marks_go_by_themselves(setting):
     async with setting.server.call() as redis:
         [ttl_ms] = await redis.round_trip(("PTTL", mark))
     assert 0 < ttl_ms <= MEMBER_TTL_MS
+
+
+async def values(setting: Setting) -> list[bytes]:
+    """What the marks that stand say."""
+    found = await marks(setting)
+    async with setting.server.call() as redis:
+        return await redis.round_trip(*(("GET", mark) for mark in found))
 
 
 async def marks(setting: Setting) -> list[str]:

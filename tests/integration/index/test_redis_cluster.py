@@ -13,7 +13,7 @@ from restricted_redis import empty, refused, restricted
 from settled_mirror import SettledMirror
 from valkey_cluster import ClusterNode, ValkeyCluster, wait_until
 
-from headrace.core.block import HashAlgorithm, NamespaceId, Tier, hash_prompt
+from headrace.core.block import HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
 from headrace.core.errors import IndexUnavailable
 from headrace.core.index_limits import INDEX_CONNECTIONS_MAX, INDEX_SHARDS
 from headrace.core.members import StoreNodeRecord
@@ -62,14 +62,22 @@ class Setting:
         for namespace in NAMESPACES:
             await self.register(namespace)
 
-    async def register(self, namespace: NamespaceId, incarnation: int = 1) -> None:
+    async def register(
+        self, namespace: NamespaceId, incarnation: int = 1, *, holder: HolderId = NODE.holder_id
+    ) -> None:
         await self.index.register(
-            holder=NODE.holder_id,
+            holder=holder,
             incarnation=incarnation,
             tier=Tier.HOST,
             namespace=namespace,
             blocks=CHAINS[namespace],
         )
+
+    def has_entry(self, namespace: NamespaceId, holder: bytes) -> bool:
+        """Whether any of the namespace's blocks has an entry of that holder, alive or dead."""
+        keys = [redis_keys.block_key_prefix(namespace) + block_hash for block_hash in CHAINS[namespace]]
+        owner = self.cluster.owner(slot_of(namespace))
+        return any(owner.ask("HEXISTS", key, holder) for key in keys)
 
     async def found(self, namespace: NamespaceId) -> int:
         return (await self.index.longest_prefix(namespace, CHAINS[namespace])).of(NODE.holder_id)
@@ -245,9 +253,12 @@ async def test_while_the_members_are_on_their_way_nobody_is_missing_from_a_listi
 
 
 async def test_a_primary_that_hangs_costs_its_own_shards_and_no_other(setting: Setting):
-    """Fails when one server's silence makes all of the index be left alone."""
+    """Fails when one server's silence makes all of the index be left alone, or keeps what the dead left in the others'
+    shards from being swept."""
     hangs = setting.cluster.primaries[0]
     shards = [each for each in NAMESPACES if slot_of(each) in hangs.slots]
+    for namespace in NAMESPACES:
+        await setting.register(namespace, holder=HolderId("node:gone"))
     assert 0 < len(shards) < len(NAMESPACES)
     impatient = RedisIndex(setting.url, timeout_ms=500)
 
@@ -262,6 +273,12 @@ async def test_a_primary_that_hangs_costs_its_own_shards_and_no_other(setting: S
         for namespace in set(NAMESPACES) - set(shards):
             assert await until_it_answers(partial(found, namespace)) == 40
         assert await setting.listed() == [node.node_id for node in NODES]
+        async with asyncio.timeout(60):
+            while any(setting.has_entry(each, b"node:gone") for each in NAMESPACES if each not in shards):
+                try:
+                    await impatient.sweep({}, limit=10_000)
+                except IndexUnavailable:
+                    await asyncio.sleep(0.02)
     finally:
         os.kill(setting.cluster.pid(hangs), signal.SIGCONT)
     assert await until_it_answers(lambda: found(shards[0])) == 40
