@@ -77,9 +77,10 @@ LEASE_TTL_MS = 30_000
 RESERVATION_TTL_MS = 10_000
 
 # How long one call waits at a store node for a block that is being computed, and how many calls may: each is some 10 KB
-# and a timer. A worker that waits for a whole prompt asks again after each block that came.
+# and a timer. A worker that waits for a whole prompt asks again after each block that came. Half of the node's calls:
+# were all of them readers that wait, nobody could store what they wait for.
 LEASE_WAIT_MS_MAX = 10_000
-LEASE_WAITERS_MAX = 1_024
+LEASE_WAITERS_MAX = 256
 
 # How often a store node looks for expired leases and reservations.
 EXPIRY_SCAN_MS = 500
@@ -325,8 +326,9 @@ STORE_LEASES_MAX = 4_096
 # (16 x 1.4 MiB take 2 ms). A reader stops at its first doubt, so it names one.
 SUSPECTS_MAX = 16
 
-# Calls in progress in one store node, streams included; beyond it gRPC refuses at once and the caller recomputes.
-STORE_RPCS_MAX = 256
+# Calls in progress in one store node, streams and waiting ones included; beyond it gRPC refuses at once and the caller
+# recomputes. A stream holds one message of FETCH_CHUNK_BYTES: 256 slow readers that wait for nothing hold 512 MB.
+STORE_RPCS_MAX = 512
 
 # A chain may take at most this share of an arena: a prompt longer than the store must not flush everybody else for
 # blocks that its own tail would push out again.
@@ -438,6 +440,7 @@ assert LOAD_PREFIX_TIMEOUT_MS < LEASE_TTL_MS
 assert WORKER_SUSPECT_MS >= MEMBER_TTL_MS
 assert WORKER_TABLE_KEEP_MS >= 2 * MEMBER_REFRESH_MS
 assert LEASE_BLOCKS_MAX <= CHAIN_BLOCKS_MAX
+assert 2 * LEASE_WAITERS_MAX <= STORE_RPCS_MAX
 assert FETCH_CHUNK_BYTES * 4 <= GRPC_MESSAGE_BYTES_MAX
 assert LOAD_AHEAD_BYTES_MAX >= 4 * FETCH_CHUNK_BYTES
 assert LOAD_AHEAD_BYTES_MAX >= 2 * LOAD_PIECE_BYTES

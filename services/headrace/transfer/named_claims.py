@@ -31,7 +31,9 @@ class NamedClaims:
             self._put(name, tuple(ids))
 
     def end(self, name: str) -> tuple[str, ...]:
-        """What has to be ended; from now on nothing is made under this name."""
+        """What has to be ended; from now on nothing is made under this name. "" is no name: nothing stands behind it."""
+        if not name:
+            return ()
         ids = self._name_to_ids.pop(name, None)
         if ids is not None:
             self._size -= 1 + len(ids)

@@ -7,6 +7,7 @@ import pytest
 from store_calls_kit import deadline, publish
 from store_kit import make_prompt
 
+from headrace.core.limits import LEASE_WAITERS_MAX, STORE_RPCS_MAX
 from headrace.core.ports import Lease, LeaseTerms
 from headrace.transfer.fetch_blocks import GrpcStore
 
@@ -97,3 +98,19 @@ async def test_a_node_that_drains_or_stops_lets_its_callers_go(nodes) -> None:
         await service.stop()
         await asyncio.wait([waiting])
         assert time.monotonic() - started_s < 8
+
+
+async def test_readers_that_wait_leave_room_for_whoever_stores_what_they_wait_for(nodes) -> None:
+    """Fails when a node's calls can all be waiting ones: the prefill that they wait for is refused, and they wait in
+    vain."""
+    async with nodes.inside() as service:
+        store, prompt = nodes.grpc(service.record), make_prompt(1, 1)
+        waiting = [lease(store, prompt, first_block=0, wait_s=9.5) for _ in range(STORE_RPCS_MAX)]
+        await until_waiting(service, LEASE_WAITERS_MAX)
+        async with asyncio.timeout(60):
+            while sum(each.done() for each in waiting) < STORE_RPCS_MAX - LEASE_WAITERS_MAX:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await publish(store, prompt, [0]) == 1
+        granted = await asyncio.gather(*waiting)
+        assert sum(bool(each.headers) for each in granted) >= LEASE_WAITERS_MAX
+        await asyncio.gather(*(store.release(each) for each in granted))

@@ -189,8 +189,10 @@ async def test_a_claim_that_was_ended_before_it_arrives_is_not_made(nodes) -> No
         assert (await stub.Lease(wanted)).lease_id != ""
         assert (await stub.Lease(wanted)).lease_id == ""  # twice
         assert service.node.stat().leased_blocks == 2
-        await stub.EndClaims(block_store_pb2.EndClaimsRequest(names=["b"]))
+        await stub.EndClaims(block_store_pb2.EndClaimsRequest(names=["b", ""]))
         assert service.node.stat().leased_blocks == 0
+        wanted.claim_name = ""  # a caller that names none, and does not pay for another's ending the name ""
+        assert (await stub.Lease(wanted)).lease_id != ""
 
 
 def test_names_are_remembered_up_to_their_bounds() -> None:
