@@ -13,6 +13,7 @@ from headrace.core.limits import DEVICE_ORDER_TOKENS_MAX, DEVICE_ORDERS_PER_NAME
 from headrace.core.members import WorkerRole
 from headrace.core.retention import Retention
 from headrace.decode.decode_tokens import decode_tokens
+from headrace.gateway.service import hash_for
 
 B = LAYOUT.block_tokens
 TOKENS = [7, 1, 4, 9, 2, 2, 8, 5, 3, 3, 1, 6, 9]  # three blocks and one token
@@ -115,6 +116,42 @@ async def test_a_later_order_on_the_same_replaces_the_earlier(worker, ask):
     assert held(worker) == 3
     await asyncio.sleep(32)
     assert held(worker) == 1
+
+
+@pytest.mark.parametrize("first_by", ["prefix", "hash"])
+@pytest.mark.parametrize("later_s", [90, None])
+def test_a_later_order_on_the_same_by_another_name_replaces_the_earlier_too(first_by, later_s):
+    """Fails when a prefix and the hash of its last block are taken for two things: the first of two moments would hold,
+    and one that was taken back by the other name would come."""
+    by_prefix = replace(HEAD, prefix_token_ids=tuple(TOKENS[: 2 * B + 1]))  # the token behind the last full block: none
+    by_hash = EvictSelector(block_hashes=(make_prompt(TOKENS).chain[1],))
+    first, later = (by_prefix, by_hash) if first_by == "prefix" else (by_hash, HEAD)
+
+    @with_worker
+    async def order(worker, ask):
+        worker.set_device_ttl(first, ttl_s=30)  # of what it does not hold yet
+        await ask()
+        assert worker.set_device_ttl(later, ttl_s=later_s).outcome is ControlOutcome.DONE
+        await asyncio.sleep(60)
+        assert held(worker) == 3
+        await asyncio.sleep(32)
+        assert held(worker) == (3 if later_s is None else 1)
+
+    order()
+
+
+@with_worker
+async def test_an_order_by_prefix_holds_for_the_blocks_of_which_nothing_else_was_said(worker, ask):
+    """Fails when an order about one salt's block takes back what was said of the same tokens under another."""
+    await ask()
+    pool, salted = worker.engine.pool, hash_for(NAMESPACE, tuple(TOKENS), cache_salt="s")
+    taken = pool.take(len(salted.chain), prompt=salted, shared_max=0)
+    pool.hash_blocks(salted, taken.block_ids)
+    pool.unref_all(taken.block_ids)
+    assert worker.set_device_ttl(HEAD, ttl_s=30).blocks == 4
+    worker.set_device_ttl(EvictSelector(block_hashes=(salted.chain[1],)), ttl_s=None)
+    await asyncio.sleep(60)
+    assert (held(worker), pool.resident_blocks(salted)) == (1, 3)
 
 
 @with_worker

@@ -9,8 +9,8 @@ from operators' own orders, and whatever they say of the same blocks next holds 
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from headrace.core.block import BlockHash, Chain, NamespaceId, hash_prompt
 from headrace.core.clock import Clock
@@ -34,6 +34,7 @@ class _Order:
 
     selection: Selection
     at_s: float
+    spared: frozenset[BlockHash] = frozenset()  # last blocks of its prefix of which something else was said later
 
 
 _Heard = tuple[NamespaceId, BlockHash]  # the block that a node named, and its namespace
@@ -46,7 +47,7 @@ class DeviceExpiry:
         self._pool = pool
         self._worker = worker
         self._clock = clock
-        self._orders: dict[EvictSelector, _Order] = {}  # by what they name: a later order on the same replaces it
+        self._orders: dict[EvictSelector, _Order] = {}  # by what they name, each block once: a later order replaces it
         self._heard: dict[_Heard, float] = {}  # the moments that nodes told, those told longest ago first
         self._owner: asyncio.Task[None] | None = None
 
@@ -72,21 +73,24 @@ class DeviceExpiry:
 
     def order(self, selector: EvictSelector, *, ttl_s: float | None) -> ControlReport:
         """Have what `selector` names, and all that stands on it, go `ttl_s` seconds from now (at least TTL_S_MIN: the
-        task sleeps as long); None takes an order on the same back. Either holds instead of what nodes said of the
-        blocks named. Refused, with nothing changed, when too many are kept."""
+        task sleeps as long); None takes an order on the same back. Either holds instead of what was said of the blocks
+        named before, by whatever name (a prefix, or the hash of its last block), and of what nodes said of them.
+        Refused, with nothing changed, when too many are kept."""
         selection = pool_selection(selector, self._worker.namespace)
         if selection is None:
             return self._report(ControlOutcome.NOT_HELD, num_blocks=0)
         num_blocks = len(self._pool.describe(selection))
+        others = self._others_than(selection)
         if ttl_s is None:
-            known = self._orders.pop(selector, None) is not None or num_blocks > 0
+            known = others != self._orders or num_blocks > 0
+            self._orders = others
             self._drop_heard(selector, selection)
             return self._report(ControlOutcome.DONE if known else ControlOutcome.NOT_HELD, num_blocks=num_blocks)
-        why = self._why_refused(selector)
+        why = _why_refused(selector, others)
         if why:
             return self._report(ControlOutcome.REFUSED, num_blocks=num_blocks, why=why)
         self._drop_heard(selector, selection)
-        self._orders[selector] = _Order(selection, self._clock.now_s() + ttl_s)
+        self._orders = others | {selector: _Order(selection, self._clock.now_s() + ttl_s)}
         until_unix_ms = self._clock.unix_ms() + round(ttl_s * 1_000)
         outcome = ControlOutcome.DONE if num_blocks else ControlOutcome.NOT_HELD
         return self._report(outcome, num_blocks=num_blocks, until_unix_ms=until_unix_ms)
@@ -107,7 +111,9 @@ class DeviceExpiry:
         """Drop what is due; returns the seconds until there may be more."""
         now_s = self._clock.now_s()
         for selector in [selector for selector, order in self._orders.items() if order.at_s <= now_s]:
-            self._pool.forget(self._orders.pop(selector).selection)
+            order = self._orders.pop(selector)
+            ends = self._held_ends(order.selection) - order.spared if order.spared else None
+            self._pool.forget(order.selection if ends is None else Selection(roots=ends))
         for key in [key for key, at_s in self._heard.items() if at_s <= now_s]:
             del self._heard[key]
             self._pool.forget(self._selection_of(key))
@@ -121,6 +127,47 @@ class DeviceExpiry:
         while True:
             wait_s = self.step()
             await asyncio.sleep(wait_s)
+
+    def _others_than(self, named: Selection) -> dict[EvictSelector, _Order]:
+        """The orders, less what they say of the very blocks that a selection names."""
+        left = ((selector, self._less(order, named)) for selector, order in self._orders.items())
+        return {selector: order for selector, order in left if order is not None}
+
+    def _less(self, order: _Order, named: Selection) -> _Order | None:
+        """One of them; None where nothing is left of it."""
+        theirs = order.selection
+        if theirs.roots is not None:
+            roots = theirs.roots - (self._ends(named) if named.roots is None else named.roots)
+            return replace(order, selection=replace(theirs, roots=roots)) if roots else None
+        if named.roots is None:
+            if self._full_blocks(named) != self._full_blocks(theirs):
+                return order
+            if named.namespace in (None, theirs.namespace):
+                return None
+        spared = self._ends(named) if named.roots is None else named.roots & self._ends(theirs)
+        return replace(order, spared=order.spared | spared)
+
+    def _ends(self, prefix: Selection) -> frozenset[BlockHash]:
+        """What the last full block of a prefix is called: in the namespace that it names, and in those narrowed from it
+        of which the pool holds one."""
+        namespace, layout = self._worker.namespace, self._worker.namespace.layout
+        prompt = hash_prompt(
+            prefix.namespace or namespace.id,
+            self._full_blocks(prefix),
+            block_tokens=layout.block_tokens,
+            algorithm=namespace.hash_algorithm,
+        )
+        return self._held_ends(prefix) | frozenset(prompt.chain[-1:])
+
+    def _held_ends(self, prefix: Selection) -> frozenset[BlockHash]:
+        """The last full blocks of a prefix that the pool holds."""
+        last = len(prefix.prefix_token_ids) // self._worker.namespace.layout.block_tokens - 1
+        return frozenset(block.block_hash for block in self._pool.describe(prefix) if block.position == last)
+
+    def _full_blocks(self, prefix: Selection) -> tuple[int, ...]:
+        """The tokens that count of a prefix."""
+        num_tokens, block_tokens = len(prefix.prefix_token_ids), self._worker.namespace.layout.block_tokens
+        return prefix.prefix_token_ids[: num_tokens - num_tokens % block_tokens]
 
     def _selection_of(self, *keys: _Heard) -> Selection:
         return Selection(roots=frozenset(block_hash for _, block_hash in keys))
@@ -156,16 +203,6 @@ class DeviceExpiry:
             last[namespace] = prompt.chain[-1:]
         return [key for key in heard if key[0] not in last or last[key[0]] == (key[1],)]
 
-    def _why_refused(self, selector: EvictSelector) -> str:
-        others = [other for other in self._orders if other != selector]
-        of_namespace = sum(other.namespace == selector.namespace for other in others)
-        num_tokens = sum(len(other.prefix_token_ids) for other in others) + len(selector.prefix_token_ids)
-        if len(others) >= DEVICE_ORDERS_MAX or of_namespace >= DEVICE_ORDERS_PER_NAMESPACE_MAX:
-            return f"it keeps {len(others)} orders, {of_namespace} of this namespace; take one back or wait for it"
-        if num_tokens > DEVICE_ORDER_TOKENS_MAX:
-            return f"the prefixes of its orders would have {num_tokens} tokens; at most {DEVICE_ORDER_TOKENS_MAX}"
-        return ""
-
     def _report(
         self, outcome: ControlOutcome, *, num_blocks: int, why: str = "", until_unix_ms: int = 0
     ) -> ControlReport:
@@ -179,3 +216,15 @@ class DeviceExpiry:
             until_unix_ms=until_unix_ms,
             why=why,
         )
+
+
+def _why_refused(selector: EvictSelector, orders: Mapping[EvictSelector, _Order]) -> str:
+    """Why one more order is too many beside these; "" when it is not. One on the same selector makes room for it."""
+    others = [other for other in orders if other != selector]
+    of_namespace = sum(other.namespace == selector.namespace for other in others)
+    num_tokens = sum(len(other.prefix_token_ids) for other in others) + len(selector.prefix_token_ids)
+    if len(others) >= DEVICE_ORDERS_MAX or of_namespace >= DEVICE_ORDERS_PER_NAMESPACE_MAX:
+        return f"it keeps {len(others)} orders, {of_namespace} of this namespace; take one back or wait for it"
+    if num_tokens > DEVICE_ORDER_TOKENS_MAX:
+        return f"the prefixes of its orders would have {num_tokens} tokens; at most {DEVICE_ORDER_TOKENS_MAX}"
+    return ""
