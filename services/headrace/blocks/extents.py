@@ -6,11 +6,11 @@ segments to carve, and with no unit lost to a size class that nobody uses any mo
 share the node, evicting in LRU order frees neighbours (they were allocated together), which merge into what is needed.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 
 class ExtentPool:
-    """Free extents of `[0, num_units)`. Single owner; O(log n) search, O(n) worst case insert into a sorted list."""
+    """Free extents of `[0, num_units)`. Single owner; O(log n) search, O(n) worst case insert into sorted lists."""
 
     def __init__(self, num_units: int) -> None:
         assert num_units > 0
@@ -19,6 +19,7 @@ class ExtentPool:
         self._start_to_units: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []  # (units, start), sorted
+        self._starts: list[int] = []  # sorted
         self._add(0, num_units)
 
     def allocate(self, units: int) -> int | None:
@@ -38,10 +39,12 @@ class ExtentPool:
         """Take exactly `[start, start + units)`; False when any part is taken or out of range (used by recovery)."""
         if units <= 0 or start < 0 or start + units > self.num_units:
             return False
-        for free_start, size in self._start_to_units.items():
-            if free_start <= start and start + units <= free_start + size:
-                break
-        else:
+        at = bisect_right(self._starts, start) - 1
+        if at < 0:
+            return False
+        free_start = self._starts[at]
+        size = self._start_to_units[free_start]
+        if start + units > free_start + size:
             return False
         self._drop(free_start)
         if start > free_start:
@@ -80,15 +83,18 @@ class ExtentPool:
         assert end_before <= self.num_units
         assert sum(size for _, size in ordered) == self.free_units
         assert self._by_size == sorted((size, start) for start, size in ordered)
+        assert self._starts == [start for start, _ in ordered]
         assert self._end_to_start == {start + size: start for start, size in ordered}
 
     def _add(self, start: int, units: int) -> None:
         self._start_to_units[start] = units
         self._end_to_start[start + units] = start
         insort(self._by_size, (units, start))
+        insort(self._starts, start)
 
     def _drop(self, start: int) -> int:
         units = self._start_to_units.pop(start)
         del self._end_to_start[start + units]
         del self._by_size[bisect_left(self._by_size, (units, start))]
+        del self._starts[bisect_left(self._starts, start)]
         return units

@@ -133,7 +133,7 @@ def map_arena(path: str | Path) -> ArenaView:
     The owner never shrinks or rewrites the file in place (it renames a new one over it), so that a mapping stays good.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise StoreUnavailable(Path(path).name, f"cannot open the arena: {error.strerror}") from error
     try:
@@ -344,9 +344,12 @@ def _lock(path: Path) -> int:
     """An exclusive lock on the file that the path names; a new empty file when there is none."""
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigInvalid("arena_dir", f"cannot open {path}: {error.strerror}") from error
+        if os.fstat(fd).st_uid != os.geteuid():  # in /dev/shm anybody may make a file, and read what is put there
+            os.close(fd)
+            raise ConfigInvalid("arena_dir", f"{path} belongs to another user; remove it, or choose another node_id")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -1,6 +1,7 @@
 """The arena's file: one owner, never larger than allowed, found again, never changed under somebody who maps it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,31 @@ def test_a_second_owner_is_refused_while_the_first_process_lives(tmp_path: Path)
         owner.kill()
         owner.communicate()
     open_arena(path, MB).close()
+
+
+def test_an_arena_that_another_user_laid_out_is_refused(tmp_path: Path) -> None:
+    """Fails when whoever may write to the directory can have blocks put where they read them, or a file of the node's
+    user opened for them by a link."""
+    path, aside = arena_path(tmp_path, "n"), tmp_path / "aside"
+    open_arena(path, MB).close()
+    path.rename(aside)
+    path.symlink_to(aside)
+    for opening in (lambda: open_arena(path, MB), lambda: map_arena(path)):
+        with pytest.raises((ConfigInvalid, StoreUnavailable), match="cannot open"):
+            opening()
+    path.unlink()
+    path.symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigInvalid, match="cannot open"):
+        open_arena(path, MB)
+    assert not (tmp_path / "nothing").exists()
+    path.unlink()
+    aside.rename(path)
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12_345, -1)
+    with pytest.raises(ConfigInvalid, match="belongs to another user"):
+        open_arena(path, MB)
+    assert path.stat().st_uid == 12_345
 
 
 def test_a_new_size_makes_a_new_file_and_old_mappings_stay_readable(tmp_path: Path) -> None:
