@@ -33,7 +33,7 @@ def demo(config: Config, *, report: Report) -> tuple[DemoReport, InstanceState]:
 def _running_system(config: Config, report: Report) -> InstanceState:
     running = read_state(config.cluster.state_path)
     if running is not None and running.ready and is_alive(running):
-        report(f"using the system that is up at {running.http_url}")
+        report(f"using the system that is up at {running.http_url}, with the settings that it has")
         return running
     return launch_local(config, report=report)
 
