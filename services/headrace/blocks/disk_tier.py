@@ -142,10 +142,15 @@ class DiskTier:
         with contextlib.suppress(OSError):  # a tail that cannot be cut is overwritten by the next record
             os.truncate(self._path(record.segment), record.offset)
 
-    def drop_segment(self, segment: int) -> None:
-        """Delete a segment's file and give its bytes back. A read under way of it fails or ends well."""
+    def drop_segment(self, segment: int) -> bool:
+        """Delete a segment's file and give its bytes back. A read under way of it fails or ends well. False: the disk
+        refuses, and what is live in the file will be found again at the next start."""
         del self._segment_to_bytes[segment]
-        self._path(segment).unlink(missing_ok=True)
+        try:
+            self._path(segment).unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
 
     def write(self, record: DiskRecord, header: bytes, payload: bytes) -> None:
         """Write a placed record. Blocks. Raises OSError (no space, a broken disk)."""

@@ -119,6 +119,7 @@ class DiskBlocks:
     wake: Callable[[], None] = lambda: None  # called when there is something to write or to mark
     because: Callable[[str], AbstractContextManager[None]] = lambda reason: nullcontext()  # as of `RoomMaker`
     counters: DiskCounters = field(default_factory=DiskCounters)
+    largest_bytes: int = 0  # of any block that was kept here
     _blocks: dict[BlockKey, DiskBlock] = field(default_factory=dict)
     _children: dict[BlockKey, dict[BlockKey, DiskBlock]] = field(default_factory=dict)
     _segments: dict[int, dict[BlockKey, DiskBlock]] = field(default_factory=dict)
@@ -398,13 +399,19 @@ class DiskBlocks:
     def _bury(self, record: DiskRecord) -> None:
         """A record is dead: mark it, or give up its whole segment when nothing in it lives."""
         assert self.tier is not None
-        if self._segments.get(record.segment) or self.tier.is_open(record.segment):
+        is_left = bool(self._segments.get(record.segment)) or self.tier.is_open(record.segment)
+        if is_left or not self._drop_segment(record.segment):
             self._dead.append(record)
             self.wake()
-        else:
-            self._segments.pop(record.segment, None)
-            self._dead = [dead for dead in self._dead if dead.segment != record.segment]
-            self.tier.drop_segment(record.segment)
+
+    def _drop_segment(self, segment: int) -> bool:
+        """Give up a segment in which nothing lives; False where the disk keeps it: then its records are to be marked."""
+        assert self.tier is not None
+        self._segments.pop(segment, None)
+        if not self.tier.drop_segment(segment):
+            return False
+        self._dead = [dead for dead in self._dead if dead.segment != segment]
+        return True
 
     def _stop_waiting(self, block: DiskBlock) -> None:
         if block.waiting is not None:
@@ -412,6 +419,7 @@ class DiskBlocks:
             block.waiting = None
 
     def _resize(self, block: DiskBlock, total_bytes: int) -> None:
+        self.largest_bytes = max(self.largest_bytes, total_bytes)
         change = total_bytes - block.total_bytes
         self.arena_blocks.accounts.disk_changed(block.header, blocks=0, num_bytes=change)
         block.total_bytes = total_bytes
@@ -419,6 +427,7 @@ class DiskBlocks:
     def _link(self, block: DiskBlock) -> None:
         assert block.key not in self._blocks
         self._blocks[block.key] = block
+        self.largest_bytes = max(self.largest_bytes, block.total_bytes)
         self.arena_blocks.accounts.disk_changed(block.header, blocks=1, num_bytes=block.total_bytes)
         parent_key = block.header.parent_key
         if parent_key is not None:

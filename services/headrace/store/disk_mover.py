@@ -43,6 +43,7 @@ class DiskMover:
         self._settled = asyncio.Event()
         self._reads = asyncio.Semaphore(DISK_READERS)
         self._paused_until_s = 0.0
+        self._refuses_writes = False  # the last write failed: said once, however many follow
         self._reader = ThreadPoolExecutor(DISK_READERS, thread_name_prefix="disk read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk write")
 
@@ -135,8 +136,11 @@ class DiskMover:
         return batch, await asyncio.shield(reading)
 
     def _take_in(self, batch: "list[_Read]", copies: "list[_Copy | None]") -> bool:
-        """Hand what was read to the node; False when the run ends here. One copy per block, on the event loop."""
+        """Hand what was read to the node; False when the run ends here. One copy per block, on the event loop. What the
+        disk gave up while it was read must not come back: an operator may have evicted it."""
         for read, copy in zip(batch, copies, strict=False):  # there are fewer copies when one is broken
+            if self._disk.get(read.block.key) is not read.block:
+                return False
             if copy is None:
                 self._disk.drop_broken(read.block, read.record)
                 return False
@@ -151,12 +155,17 @@ class DiskMover:
         try:
             await asyncio.shield(writing)
         except OSError as error:
-            _log.warning("a block was not written to disk: %s", error.strerror)
+            if not self._refuses_writes:
+                _log.warning("blocks are not written to disk, and so lost when the arena is full: %s", error.strerror)
+            self._refuses_writes = True
             return False
         except asyncio.CancelledError:
             await asyncio.wait([writing])
             self._disk.written(job, well=writing.exception() is None)
             raise
+        if self._refuses_writes:
+            _log.warning("the disk takes blocks again")
+        self._refuses_writes = False
         return True
 
     async def _mark_dead(self) -> None:

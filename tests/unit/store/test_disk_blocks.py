@@ -76,3 +76,26 @@ def test_nothing_is_settled_while_a_removed_block_is_not_marked_on_disk(tmp_path
     assert kit.work() == 0
     assert kit.node.disk.is_settled
     kit.node.check_integrity()
+
+
+def test_a_disk_that_lets_no_file_be_deleted_does_not_end_the_node_nor_bring_back_what_was_evicted(
+    tmp_path: Path,
+) -> None:
+    """Fails when a disk that became read-only takes the arena's node with it, or an eviction counts as done whose block
+    would be found again at the next start."""
+    kit, evicted = make_disk_kit(tmp_path, blocks=2, segments=4, segment_blocks=1), make_prompt(1, 1)
+    for token in range(1, 5):
+        kit.store(make_prompt(token, 1), [0])
+    kit.work()
+    oldest = min(tmp_path.glob("segment-*"))
+    aside = oldest.rename(tmp_path / "aside")
+    oldest.mkdir()  # which cannot be deleted as a file can
+    kit.node.evict(EvictSelector(block_hashes=(evicted.chain[0],)), dry_run=False)
+    assert kit.held(evicted) == 0
+    assert not kit.node.disk.is_settled, "nobody may be told yet that it is gone for good"
+    oldest.rmdir()
+    aside.rename(oldest)
+    kit.work()
+    kit.restart()
+    assert (kit.held(evicted), kit.held(make_prompt(2, 1))) == (0, 1)
+    kit.node.check_integrity()

@@ -1,13 +1,18 @@
 """The threads of the disk tier: what a disk that hangs may take of the node."""
 
 import asyncio
+import logging
 import os
+import threading
 from pathlib import Path
 
+import pytest
 from disk_kit import make_disk_kit
 from store_kit import make_prompt
 
+from headrace.blocks.disk_tier import DiskRecord, DiskTier
 from headrace.core.clock import SystemClock
+from headrace.core.generation import EvictSelector
 from headrace.core.limits import DISK_READERS
 from headrace.store.disk_mover import DiskMover
 
@@ -25,6 +30,20 @@ def answer(directory: Path, aside: Path) -> None:
     (segment,) = directory.glob("segment-*")
     os.close(os.open(segment, os.O_RDWR))
     aside.rename(segment)
+
+
+class SlowDisk:
+    """A tier whose reads end when a test says so."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def read(self, record: DiskRecord) -> tuple[bytes, memoryview]:
+        found = self._tier.read(record)
+        self.reading.set()
+        assert self.go_on.wait(60)
+        return found
 
 
 async def test_a_read_that_was_given_up_keeps_its_reader_until_the_disk_answers(tmp_path: Path) -> None:
@@ -49,5 +68,55 @@ async def test_a_read_that_was_given_up_keeps_its_reader_until_the_disk_answers(
     found = await late
     assert found is not None
     assert found[0].block_hash == prompt.chain[0]
+    await mover.stop()
+    kit.tier.close()
+
+
+async def test_what_is_evicted_while_it_is_read_from_disk_does_not_come_back(tmp_path: Path) -> None:
+    """Fails when a promotion under way undoes what an operator was told is done."""
+    kit, prompt = make_disk_kit(tmp_path, blocks=2, segments=2, segment_blocks=8), make_prompt(1, 1)
+    for token in range(1, 4):
+        kit.store(make_prompt(token, 1), [0])
+    kit.work()
+    assert (kit.held(prompt), kit.node.disk.in_arena((prompt.namespace, prompt.chain[0]))) == (1, False)
+    disk = SlowDisk(kit.tier)
+    mover = DiskMover(kit.node, disk, SystemClock())  # type: ignore[arg-type]
+    promoting = asyncio.create_task(mover.promote(prompt.namespace, prompt.chain, 0))
+    assert await asyncio.to_thread(disk.reading.wait, 60)
+    kit.node.evict(EvictSelector(block_hashes=(prompt.chain[0],)), dry_run=False)
+    disk.go_on.set()
+    await promoting
+    assert kit.held(prompt) == 0
+    await mover.stop()
+    kit.tier.close()
+
+
+async def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails when a full disk fills the log with a line for each block."""
+    caplog.set_level(logging.WARNING, logger="headrace.store.disk_mover")
+    kit = make_disk_kit(tmp_path / "disk", blocks=2)
+    aside = (tmp_path / "disk").rename(tmp_path / "aside")
+    mover = DiskMover(kit.node, kit.tier, SystemClock())
+    running = asyncio.create_task(mover.run())
+
+    async def until_settled() -> None:
+        async with asyncio.timeout(60):
+            while not kit.node.disk.is_settled:  # noqa: ASYNC110 (the tier has no event for this)
+                await asyncio.sleep(0.01)
+
+    for token in range(1, 8):
+        kit.store(make_prompt(token, 1), [0])
+        await until_settled()
+    assert kit.node.disk.counters.write_failures == 5
+    assert [record.message for record in caplog.records] == [
+        "blocks are not written to disk, and so lost when the arena is full: No such file or directory"
+    ]
+    aside.rename(tmp_path / "disk")
+    for token in range(8, 11):
+        kit.store(make_prompt(token, 1), [0])
+        await until_settled()
+    assert [record.message for record in caplog.records][1:] == ["the disk takes blocks again"]
+    running.cancel()
+    await asyncio.wait([running])
     await mover.stop()
     kit.tier.close()
