@@ -4,19 +4,19 @@ Owns which steps are measured and how; the arithmetic is `core/model_work.py`'s,
 Runs the engine's own model runner, in the calling thread, on blocks of a pool of its own.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from headrace.config import Config
-from headrace.core.block import HashAlgorithm
+from headrace.core.block import HashAlgorithm, KvCodec, KvLayout
 from headrace.core.model_work import MachineLimits, ModelWork, Work
 from headrace.diagnose.measure_machine import measure_machine
 from headrace.engine.load_model import LoadedModel, load_model
@@ -30,6 +30,8 @@ DECODE_CONTEXTS = (128, 1_024)
 CONTEXTS_SHOWN = (1_024, 4_096, 16_384, 65_536)
 SEQUENCES_SHOWN = (1, 4, 16, 64)
 STEPS_MEASURED = 7
+
+CGROUP = Path("/sys/fs/cgroup")  # a container's own, version 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ class Diagnosis:
     threads: int
     limits: MachineLimits
     work: ModelWork
+    context_tokens_max: int  # of one sequence
+    num_experts: int  # of a layer; 1 where there are none
+    int8_token_bytes: int | None  # of a token's KV in a pool of int8; None where it is coded already
     free_bytes: int  # for KV: free memory, the weights being loaded
     steps: tuple[StepRow, ...]
     compute_bound_batch: dict[int, float | None]  # context -> sequences, as ModelWork.compute_bound_batch
@@ -86,7 +91,7 @@ def diagnose_model(config: Config, *, report: Report) -> Diagnosis:
     threads = torch.get_num_threads()
     limits = measure_machine(model.runner.model.dtype, model.kv.device, threads=threads)
     block_tokens = model.kv.layout.block_tokens
-    context_max = model.kv.num_blocks * block_tokens // max(DECODE_BATCHES)
+    context_max = min(model.context_tokens_max, model.kv.num_blocks * block_tokens // max(DECODE_BATCHES))
     rows_max = min(context_max, LonePool(model).step_rows(max(PREFILL_TOKENS)))
     steps = [_prefill_row(model, work, limits, tokens, report) for tokens in PREFILL_TOKENS if tokens <= rows_max]
     steps += [
@@ -104,9 +109,16 @@ def diagnose_model(config: Config, *, report: Report) -> Diagnosis:
         threads=threads,
         limits=limits,
         work=work,
+        context_tokens_max=model.context_tokens_max,
+        num_experts=_num_experts(model.runner.model.config),
+        int8_token_bytes=_int8_token_bytes(model.kv.layout),
         free_bytes=free_bytes,
         steps=tuple(steps),
-        compute_bound_batch={c: work.compute_bound_batch(c, limits) for c in (0, *CONTEXTS_SHOWN)},
+        compute_bound_batch={
+            context: work.compute_bound_batch(context, limits)
+            for context in (0, *CONTEXTS_SHOWN)
+            if context <= model.context_tokens_max
+        },
         memory=tuple(
             MemoryRow(
                 sequences=sequences,
@@ -167,7 +179,7 @@ def _load(config: Config, report: Report) -> LoadedModel:
 
 
 def _prefill_row(model: LoadedModel, work: ModelWork, limits: MachineLimits, tokens: int, report: Report) -> StepRow:
-    token_ids = range(1, tokens + 1)
+    token_ids = (1,) * tokens
 
     def step(_: int) -> object:
         return model.runner.run_step([LoneSequence(LonePool(model)).step(token_ids, num_logits=1)])
@@ -217,7 +229,24 @@ def _median_seconds(step: Callable[[int], object]) -> float:
     return median(islice(times, 1, None))
 
 
+def _num_experts(config: PretrainedConfig) -> int:
+    text = config.get_text_config()
+    return int(getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0) or 1)
+
+
+def _int8_token_bytes(layout: KvLayout) -> int | None:
+    if layout.codec != KvCodec.RAW:
+        return None
+    return replace(layout, codec=KvCodec.INT8_TOKEN.value).block_bytes // layout.block_tokens
+
+
 def _free_bytes(device: torch.device) -> int:
+    """What could be had now: of a CPU the host's memory that is free or can be freed, within the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if not limit.exists() or (max_bytes := limit.read_text(encoding="ascii").strip()) == "max":
+        return free_bytes
+    return min(free_bytes, max(0, int(max_bytes) - int(used.read_text(encoding="ascii"))))

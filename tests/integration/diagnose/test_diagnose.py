@@ -14,6 +14,8 @@ from headrace.core.layer_windows import LayerWindows
 from headrace.core.model_work import MachineLimits, ModelWork
 from headrace.diagnose.diagnose_model import Diagnosis, MemoryRow, StepRow
 from headrace.diagnose.give_advice import give_advice
+from tests.unit.engine_loop.conftest import make_byte_tokenizer
+from tests.unit.engine_model.tiny_models import make_model
 
 WORK = ModelWork(
     layer_weights=900_000,
@@ -40,6 +42,9 @@ def make_diagnosis(*, ratio: float) -> Diagnosis:
         threads=2,
         limits=LIMITS,
         work=WORK,
+        context_tokens_max=8_000_000,
+        num_experts=1,
+        int8_token_bytes=1_040,
         free_bytes=8_000_000_000,
         steps=(make_decode(1, ratio=ratio), make_decode(8, ratio=ratio)),
         compute_bound_batch={0: 10.0, 1_024: None},
@@ -71,16 +76,30 @@ def test_diagnose_measures_the_machine_and_the_steps_of_a_real_model(tmp_path: P
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_model_is_measured_within_its_context(tmp_path: Path):
+    """Learned positions end at 512. Fails if a step, or a figure, is of a context that the model does not have."""
+    make_model("gpt2").save_pretrained(tmp_path)
+    make_byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    settings = [f"--model={tmp_path}", f"--model-cache-dir={tmp_path}", "--block-tokens=16", "--torch-threads=1"]
+    plot = f"--plot={tmp_path / 'roofline.png'}"
+    done = CliRunner().invoke(main, ["diagnose", "--json", plot, *settings], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {row["tokens"] for row in found["steps"] if row["what"] == "decode"} == {128}
+    assert list(found["compute_bound_batch"]) == ["0"]
+    assert "512 tokens" in "\n".join(found["advice"])
+
+
 def test_advice_says_the_floor_and_how_far_a_step_is_from_it():
     text = "\n".join(give_advice(make_diagnosis(ratio=3.0)))
     assert "3.0 times that" in text
-    assert "neither arithmetic nor memory" in text
-    assert "at a batch of 10" in text
+    assert "weights that are read at less than the full rate" in text
+    assert "at a batch of 10 without context" in text
     assert "contexts of 1,024 tokens and more it never does" in text
 
 
 def test_a_step_near_its_floor_is_not_said_to_have_overhead():
-    assert "neither arithmetic" not in "\n".join(give_advice(make_diagnosis(ratio=1.2)))
+    assert "What is above the floor" not in "\n".join(give_advice(make_diagnosis(ratio=1.2)))
 
 
 def test_advice_does_without_steps_that_a_short_context_has_no_room_for():
@@ -93,10 +112,46 @@ def test_advice_says_what_windows_bound():
     bounded = (MemoryRow(1, None, None), MemoryRow(64, None, None))
     text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), work=windows, memory=bounded)))
     assert "2 of 2 layers read the last 64" in text
-    assert "reads more weights than KV, however long" in text
-    assert "room for 64 sequences, however long they are" in text
+    assert "Up to 64 sequences of the whole context" in text
+    assert "room for 64 sequences of the whole context" in text
     some = (MemoryRow(1, None, None), MemoryRow(64, 500, 700))
     text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), work=windows, memory=some)))
     assert "With 64 sequences of 500 tokens" in text
     assert "which 64 sequences of 700 tokens fill" in text
     assert "layers read" not in "\n".join(give_advice(make_diagnosis(ratio=1.0)))
+
+
+def test_advice_names_no_sequence_that_is_longer_than_the_model_allows():
+    """Of one sequence KV passes the weights at 1,000 tokens, and memory is full at 4,000,000."""
+    text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), context_tokens_max=900)))
+    assert "With 64 sequences of 16 tokens a decode step reads as much KV as weights" in text
+    assert "room for 64 sequences of the whole context" in text
+    assert "1,000" not in text
+    assert "4,000,000" not in text
+
+
+def test_what_int8_would_buy_is_said_of_kv_that_is_not_coded_yet():
+    raw = make_diagnosis(ratio=1.0)
+    assert "With pool_codec int8 it is room for 1.9 times as many tokens" in "\n".join(give_advice(raw))
+    assert "int8" not in "\n".join(give_advice(replace(raw, int8_token_bytes=None)))
+
+
+def test_prefill_advice_is_what_was_measured():
+    """Fails if longer steps are said to buy little where they were measured to be faster."""
+    work = WORK.prefill(64)
+    rows = tuple(StepRow("prefill", 1, n, work, 1.0, ms, "compute") for n, ms in ((16, 40.0), (64, 100.0)))
+    text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), steps=rows)))
+    assert "In steps of 16 and 64 tokens a prompt is computed at 400 and 640 tokens/s" in text
+
+
+def test_batches_at_which_arithmetic_takes_over_are_named_for_each_context_that_has_another():
+    batches = {0: 10.2, 1_024: 15.0, 4_096: 15.1, 16_384: None}
+    text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), compute_bound_batch=batches)))
+    assert "at a batch of 10 without context and 15 with contexts of 1,024 tokens:" in text
+    assert "With contexts of 16,384 tokens and more" in text
+
+
+def test_experts_and_a_gpu_are_said_to_be_what_they_are():
+    text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), num_experts=8, device="cuda")))
+    assert "All 8 experts of each layer count" in text
+    assert "GB/s on its GPU" in text
