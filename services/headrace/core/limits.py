@@ -330,8 +330,7 @@ SUSPECTS_MAX = 16
 # recomputes. A stream holds one message of FETCH_CHUNK_BYTES: 256 slow readers that wait for nothing hold 512 MB.
 STORE_RPCS_MAX = 512
 
-# A chain may take at most this share of an arena: a prompt longer than the store must not flush everybody else for
-# blocks that its own tail would push out again.
+# Share of an arena for one chain: a longer prompt would flush everybody's for blocks that its own tail pushes out again.
 CHAIN_SHARE_MAX = 0.75
 
 # Namespaces whose lookups a store node counts apart; beyond it the oldest count is folded into nothing and forgotten.
@@ -372,8 +371,7 @@ PROMOTE_BATCH_BYTES = 8 * 1024 * 1024
 # Threads that read from disk: two overlap one's checking with the other's waiting; with the batch they bound memory.
 DISK_READERS = 2
 
-# After a promotion that ran out of time nobody asks the disk for this long: a disk that hangs costs one reader its
-# PROMOTE_TIMEOUT_MS, not every one.
+# After a promotion ran out of time nobody asks the disk for so long: one that hangs costs one reader its time, not all.
 DISK_PAUSE_MS = 5_000
 
 # How long an operator's eviction waits for the disk to take what was removed, so that it stays removed after a crash.
