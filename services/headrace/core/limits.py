@@ -330,7 +330,7 @@ SUSPECTS_MAX = 16
 # recomputes. A stream holds one message of FETCH_CHUNK_BYTES: 256 slow readers that wait for nothing hold 512 MB.
 STORE_RPCS_MAX = 512
 
-# Share of an arena for one chain: a longer prompt would flush everybody's for blocks that its own tail pushes out again.
+# Share of an arena for one chain: a longer prompt would flush all others for blocks that its own tail pushes out again.
 CHAIN_SHARE_MAX = 0.75
 
 # Namespaces whose lookups a store node counts apart; beyond it the oldest count is folded into nothing and forgotten.
