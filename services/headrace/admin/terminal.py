@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -101,16 +102,21 @@ class ErrorGroup(click.Group):
             if ctx.parent is not None or error.errno in (None, errno.EPIPE):
                 raise
             where = "" if error.filename is None else f"{error.filename}: "
-            click.echo(f"error: {where}{error.strerror}", err=True)
+            with suppress(OSError):  # stdout may be what is full
+                _tell(ctx, "OSError", f"{where}{error.strerror}")
             _forget_unwritten_output()
             ctx.exit(EXIT_CHECK_FAILED)
         except HeadraceError as error:
             if ctx.parent is not None:
                 raise
-            if ctx.meta.get(JSON_KEY):
-                print_json({"error": {"type": public_name(error), "message": str(error)}})
-            click.echo(f"error: {error}", err=True)
+            _tell(ctx, public_name(error), str(error))
             ctx.exit(exit_code_of(error))
+
+
+def _tell(ctx: click.Context, kind: str, message: str) -> None:
+    click.echo(f"error: {message}", err=True)
+    if ctx.meta.get(JSON_KEY):
+        print_json({"error": {"type": kind, "message": message}})
 
 
 def _forget_unwritten_output() -> None:

@@ -87,11 +87,12 @@ def test_standard_input_that_is_no_text_is_told_as_such(run, command):
     assert run(command, input=b"ab\xff\n").exit_code == 3
 
 
-def test_a_disk_that_is_full_is_told_in_one_line():
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_disk_that_is_full_is_told_in_one_line(options):
     """Fails when an operator gets a traceback, or an exit code of the interpreter's own."""
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "headrace.admin.cli", "config", "show"],
+            [sys.executable, "-m", "headrace.admin.cli", "config", "show", *options],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
