@@ -1,4 +1,5 @@
-"""Servers that tests share: one real Valkey process for the whole run, and one cluster."""
+"""Servers that tests share: one real Valkey process for the whole run, and one cluster. How tests are dealt out to
+processes, and where they are at home."""
 
 import signal
 import socket
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from restricted_redis import empty
 from valkey_cluster import ValkeyCluster
+from xdist.remote import Producer
+from xdist.scheduler import LoadGroupScheduling
 
 from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.torch_environment import set_torch_environment
@@ -26,6 +29,26 @@ settings.load_profile("headrace")
 # A shell starts what runs in its background with Ctrl-C ignored, and so would be all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling:
+    """File by file, since what a file needs is made once for it; groups of several files are kept together."""
+
+    class FileOrGroup(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return FileOrGroup(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home of the run's own: whatever starts in a test remembers there what it has checked of a model, and keeps its
+    state there."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ class BusyIndex:
         return await self._membership.workers()
 
 
+@pytest.mark.alone
 async def test_a_live_load_is_simulated_with_the_same_requests(tmp_path):
     """Fails when the simulated requests are not those that were sent: the shares found would differ; and when a
     listing that does not come ends a measurement of minutes."""

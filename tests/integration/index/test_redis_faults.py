@@ -19,6 +19,7 @@ from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.index.redis_index import RedisIndex
 from headrace.index.redis_membership import RedisMembership
 
+pytestmark = pytest.mark.alone
 NAMESPACE = NamespaceId("0f" * 16)
 CHAIN = hash_prompt(NAMESPACE, range(8), block_tokens=1, algorithm=HashAlgorithm.XXH3_128).chain
 NODE = StoreNodeRecord(node_id="a", incarnation=1, host="h", address="x:1", arena_path="/dev/shm/a", pid=1)

@@ -286,6 +286,7 @@ def _damage(arena: Path, payload: bytes) -> None:
         file.write(b"\xff")
 
 
+@pytest.mark.alone
 async def test_closing_the_stream_stops_the_moving_and_leaves_the_node_draining(fleet):
     """Fails when a drain goes on without its caller, keeps others from draining, or ends the order with it."""
     old, new = await fleet.start("old"), await fleet.start("new")

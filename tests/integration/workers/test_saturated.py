@@ -15,6 +15,7 @@ from headrace.core.members import WorkerRole
 
 from .gateway_kit import load_again, small_system
 
+pytestmark = pytest.mark.alone
 B = 8
 
 

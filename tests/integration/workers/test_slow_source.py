@@ -19,6 +19,7 @@ from headrace.core.overtake_limits import OVERTAKE_ROUND_TRIP_MAX_MS
 
 from .conftest import BLOCK_TOKENS, TestWorker
 
+pytestmark = pytest.mark.alone
 NUM_BLOCKS = 60  # 4 KiB each
 READS_ONLY = CacheControl(publish=False)
 REMOTE_ONLY = CacheControl(sources=frozenset({CacheSource.GRPC}))

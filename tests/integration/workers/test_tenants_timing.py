@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from statistics import median
 
+import pytest
+
 from .gateway_kit import Answered, SmallSystem, small_system
 from .priced_steps import PricedSteps
 
+pytestmark = pytest.mark.alone
 B = 8
 PAIRS = 12
 TRIES = 3

@@ -1,6 +1,7 @@
 """A GGUF file becomes a checkpoint with the same model in it, whole or not at all."""
 
 import os
+import pwd
 import threading
 from pathlib import Path
 
@@ -154,7 +155,8 @@ def test_a_model_that_is_ready_is_used_at_once_by_any_number_of_workers(tmp_path
 @pytest.mark.slow
 def test_the_real_default_model_answers_in_sensible_english_and_exactly(tmp_path):
     """Greedy chat on the real weights; then the same answer's last logits from another chunking, bit for bit."""
-    settings = ModelSettings(torch_threads=1, model_cache_dir=os.environ.get("HEADRACE_MODEL_CACHE_DIR", ""))
+    own = Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "headrace", "models")  # HOME is another one in tests
+    settings = ModelSettings(torch_threads=1, model_cache_dir=os.environ.get("HEADRACE_MODEL_CACHE_DIR", str(own)))
     ready = model_cache_dir(settings) / f"{DEFAULT_MODEL}-v{CONVERTER_VERSION}" / DEFAULT_MODEL
     if not Path(ready).is_dir():
         pytest.skip(f"{DEFAULT_MODEL} is not in {ready}; any start of headrace makes it")
