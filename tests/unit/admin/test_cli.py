@@ -184,11 +184,6 @@ def test_every_selector_of_an_eviction_reaches_the_gateway_as_it_was_given(run, 
     assert run("cache", "evict", "--free", "many").exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["up", "down", "status", "generate", "chat", "verify", "demo", "models"])
-def test_every_command_offers_json(run, name):
-    assert "--json" in run(name, "--help").stdout
-
-
 # Each with what it takes besides.
 COMMANDS_WITH_JSON = {
     "models": "",
