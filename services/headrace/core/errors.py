@@ -18,7 +18,7 @@
         ├── BlockMissing      gone between lookup and fetch           (block_hash)
         ├── BlockCorrupt      header or checksum does not match       (block_hash, why)
         ├── StoreUnavailable  a store node does not answer            (node_id)
-        ├── StoreFull         no slot can be had                      (needed_blocks)
+        ├── StoreFull         no slot to be had, or no parent there   (needed_blocks)
         ├── LeaseExpired      lease or reservation is gone            (lease_id)
         └── IndexUnavailable  Redis slow or away                      ()
 
@@ -179,10 +179,12 @@ class StoreUnavailable(CacheFault):
 
 
 class StoreFull(CacheFault):
-    """Everything evictable is leased or reserved; the block is not stored."""
+    """The store node takes no more: nothing is there that it may evict, a quota is full, or it lacks the parent."""
 
     def __init__(self, needed_blocks: int) -> None:
-        super().__init__(f"no room for {needed_blocks} blocks: all slots are leased or reserved; not stored")
+        super().__init__(
+            f"{needed_blocks} blocks not stored: the node has no room that it may free, or lacks what they stand on"
+        )
         self.needed_blocks = needed_blocks
 
 

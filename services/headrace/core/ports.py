@@ -166,7 +166,7 @@ class AlreadyStored:
 
 @dataclass(frozen=True, slots=True)
 class NotStored:
-    """The node has no room for this block and those after it."""
+    """The node has no room for this block and those after it, or lacks its parent."""
 
     block_hash: BlockHash
 

@@ -117,7 +117,7 @@ class TestWorker:
         prompt = hash_prompt(
             self.worker.engine.model.namespace.narrowed(salt, trust_group=group).id,
             token_ids,
-            block_tokens=BLOCK_TOKENS,
+            block_tokens=self.worker.engine.kv.layout.block_tokens,
             algorithm=HashAlgorithm.XXH3_128,
         )
         sampling = SamplingParams(max_tokens=max_tokens, logprobs=VOCAB, ignore_eos=True)

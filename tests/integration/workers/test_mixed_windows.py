@@ -10,6 +10,7 @@ import pytest
 from headrace.config import EngineSettings, ModelSettings, StoreSettings
 from headrace.core.block import HashAlgorithm
 from headrace.core.clock import Deadline
+from headrace.core.errors import StoreFull
 from headrace.core.generation import CachedTokens, EvictSelector
 from headrace.core.key_window import KeyWindow
 from headrace.core.limits import PUBLISH_BATCH_BLOCKS, PUBLISH_QUEUE_BLOCKS
@@ -395,6 +396,11 @@ async def test_a_prefill_behind_a_window_of_its_own_pool_is_stored_whole_where_t
     assert (again.reused_blocks, again.published_blocks) == (blocks + 2, blocks + 3)
     prompt = first.request(longer, cache=None).prompt
     store_node.node.evict(EvictSelector(namespace=prompt.namespace), dry_run=False)
+    spoken = await first.decode([*longer, *prompts(B, salt=54), 5])  # nobody waits for what is decoded to be stored
+    await first.published()
+    assert spoken.cached.device == len(conversation)
+    assert store_node.node.lookup(prompt.namespace, prompt.chain) == 0
+    assert [type(fault) for fault in first.faults] == [StoreFull]
     result = await first.prefill(longer)
     assert (result.reused_blocks, result.published_blocks) == (0, blocks + 2)
     reply = await first.decode([*longer, 5], computed_from=0)

@@ -3,8 +3,12 @@
 import asyncio
 import random
 
+import pytest
+
 from headrace.core.block import CacheSource
-from headrace.core.generation import CacheControl, CachedTokens
+from headrace.core.generation import CacheControl, CachedTokens, EvictSelector
+
+from .gateway_kit import load_again
 
 B = 8
 
@@ -121,6 +125,58 @@ async def test_every_length_around_block_edges(store_node, make_worker, prompts)
         assert again.same_answer_as(cold)
         assert elsewhere.same_answer_as(cold)
         assert longer.same_answer_as(await near.cold([*token_ids, 7], max_tokens=3))
+
+
+@pytest.mark.parametrize("block_tokens", [1, 7])
+async def test_odd_block_sizes_are_reused_around_block_edges(
+    block_tokens, store_node, make_worker, tiny_models, prompts
+):
+    """Fails for a block of one token or of an odd number: another answer, or a hit of more or less than is whole."""
+    models = [load_again(tiny_models[0], block_tokens=block_tokens, pool_blocks=96) for _ in range(2)]
+    worker, near = [await make_worker(f"odd-{number}", model=model) for number, model in enumerate(models)]
+    edges = {k * block_tokens + beside for k in (1, 2, 3) for beside in (-1, 0, 1, 2)} - {0}
+    for length in sorted(edges):
+        token_ids = [length, *prompts(length - 1, salt=900 + length)]  # no two begin alike
+        first = await worker.decode(token_ids, max_tokens=2)
+        again = await worker.decode(token_ids, max_tokens=2)
+        await worker.published()
+        elsewhere = await near.decode(token_ids, max_tokens=2)
+        whole = (length - 1) // block_tokens * block_tokens
+        assert (first.cached.total, again.cached.device, elsewhere.cached.shared_memory) == (0, whole, whole)
+        cold = await near.cold(token_ids, max_tokens=2)
+        assert all(reply.same_answer_as(cold) for reply in (first, again, elsewhere))
+
+
+async def test_what_is_evicted_while_requests_wait_for_room_is_computed(store_node, make_worker, prompts):
+    """Five requests wait on a head that is cached; it leaves the pool and the store, and other blocks come in its
+    place. Fails if what was found when they came counts when they run."""
+    worker, other = await make_worker("worker"), await make_worker("other")
+    head = prompts(5 * B, salt=70)
+    asked = [[*head, *prompts(B + number, salt=71 + number)] for number in range(5)]
+    cold = [await other.cold(token_ids) for token_ids in asked]
+    await worker.decode(head)
+    await worker.published()
+    pool, prompt = worker.worker.engine.pool, worker.request(head, cache=None).prompt
+    kept = pool.take(5, prompt=prompt, shared_max=5)
+    assert kept.num_shared == 5
+    rest = pool.take(pool.available_blocks)
+    waiting = [asyncio.create_task(worker.decode(token_ids)) for token_ids in asked]
+    async with asyncio.timeout(60):
+        while worker.worker.engine.load().waiting < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert pool.resident_blocks(prompt) == 5, "they wait although the head is there"
+    everything = EvictSelector(namespace=prompt.namespace)
+    pool.unref_all(kept.block_ids)
+    worker.worker.evict_device(everything, dry_run=False)
+    store_node.node.evict(everything, dry_run=False)
+    for salt in range(4):
+        await other.decode(prompts(6 * B, salt=80 + salt))
+    await other.published()
+    assert pool.resident_blocks(prompt) == store_node.node.lookup(prompt.namespace, prompt.chain) == 0
+    pool.unref_all(rest.block_ids)
+    replies = await asyncio.gather(*waiting)
+    assert all(reply.same_answer_as(want) for reply, want in zip(replies, cold, strict=True))
+    assert min(reply.cached.total for reply in replies) == 0, "somebody computed the head"
 
 
 async def test_an_edited_history_is_reused_up_to_the_edit(store_node, make_worker, prompts):
