@@ -115,6 +115,8 @@ class VerifyReport:
         found = self.together
         columns = [
             "requests",
+            "steps of several",
+            "cut prompts",
             "preempted",
             "blocks shared",
             "drafts accepted",
@@ -124,6 +126,8 @@ class VerifyReport:
         ]
         row = [
             str(found.requests),
+            str(found.num_batched_steps),
+            f"{found.num_cut_pieces} pieces",
             f"{found.num_preemptions} times",
             str(found.num_shared_blocks),
             f"{found.num_accepted_tokens} of {found.num_drafted_tokens} tokens",

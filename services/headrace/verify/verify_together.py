@@ -3,18 +3,23 @@
 Alone: one at a time on an idle engine with room, nothing reused, no drafts. Together: all at once, prompts with equal
 beginnings among them, on a pool that is too small for all, in small chunks and with drafts of tokens. Both must give
 the same tokens and the same log-probabilities, bit for bit. The drafts come from the answers given alone, right for
-some tokens and then wrong, so that both are tried.
+some tokens and then wrong, so that both are tried. Each of the five (batches, chunks, preemption, sharing, drafts) is
+counted: what did not happen was not tried.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
 
 from headrace.config import EngineSettings
 from headrace.core.generation import SamplingParams
 from headrace.engine.drafter import Draft, DraftWish
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.make_pool import with_pool
+from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.verify.run_requests import Ran, run_requests
 
 OUTPUT_TOKENS = 40
@@ -30,6 +35,8 @@ class Together:
     requests: int
     token_equal: bool
     bit_equal: bool
+    num_batched_steps: int  # of several sequences at once
+    num_cut_pieces: int  # of prompts that were computed in several steps: each piece but the last
     num_preemptions: int
     num_shared_blocks: int
     num_drafted_tokens: int
@@ -37,10 +44,11 @@ class Together:
 
     @property
     def as_meant(self) -> bool:
-        """Whether sequences were preempted, blocks shared, and drafts accepted as well as refused: else equality shows
-        nothing of these."""
+        """Whether sequences were computed side by side and in pieces, preempted, blocks shared, and drafts accepted as
+        well as refused: else equality shows nothing of these."""
         num_refused = self.num_drafted_tokens - self.num_accepted_tokens
-        return min(self.num_preemptions, self.num_shared_blocks, self.num_accepted_tokens, num_refused) > 0
+        company = (self.num_batched_steps, self.num_cut_pieces, self.num_preemptions, self.num_shared_blocks)
+        return min(*company, self.num_accepted_tokens, num_refused) > 0
 
 
 def verify_together(
@@ -59,8 +67,30 @@ def verify_together(
     )
     crowded = replace(settings, prefill_chunk_tokens=CHUNK_TOKENS, draft_tokens=DRAFT_TOKENS)
     drafter = _AnswersKnown({tuple(p): a.token_ids for p, a in zip(prompts, alone.answers, strict=True)})
+    watched = _WatchedRunner(tight.runner)
+    tight = replace(tight, runner=cast(ModelRunner, watched))
     together = asyncio.run(run_requests(tight, crowded, prompts, sampling=sampling, reuse=True, drafter=drafter))
-    return _compare(alone, together)
+    return _compare(alone, together, watched)
+
+
+class _WatchedRunner:
+    """Has ModelRunner's `run_step`; counts what its steps are made of."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.num_batched_steps = 0
+        self.num_cut_pieces = 0
+
+    @property
+    def row_multiple(self) -> int:
+        """As ModelRunner."""
+        return self._runner.row_multiple
+
+    def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """As ModelRunner.run_step."""
+        self.num_batched_steps += len(steps) > 1
+        self.num_cut_pieces += sum(step.num_logits == 0 for step in steps)
+        return self._runner.run_step(steps)
 
 
 class _AnswersKnown:
@@ -106,12 +136,14 @@ def _prompts(tokens: list[int], block_tokens: int, tokens_max: int) -> list[list
     ]
 
 
-def _compare(alone: Ran, together: Ran) -> Together:
+def _compare(alone: Ran, together: Ran, watched: _WatchedRunner) -> Together:
     pairs = list(zip(alone.answers, together.answers, strict=True))
     return Together(
         requests=len(pairs),
         token_equal=all(one.token_ids == other.token_ids for one, other in pairs),
         bit_equal=all(one.deltas == other.deltas for one, other in pairs),
+        num_batched_steps=watched.num_batched_steps,
+        num_cut_pieces=watched.num_cut_pieces,
         num_preemptions=together.num_preemptions,
         num_shared_blocks=together.num_shared_blocks,
         num_drafted_tokens=together.num_drafted_tokens,
