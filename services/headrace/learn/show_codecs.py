@@ -84,6 +84,7 @@ def show_codecs(config: Config, *, report: Report) -> Lesson:
             "once. Raw loses nothing; the others trade nearness for memory, and a namespace of their own keeps their "
             "blocks apart."
         ),
+        notes=("Error of KV: how far all keys and values together moved, as a share of their length.",),
     )
 
 

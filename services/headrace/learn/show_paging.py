@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -11,14 +12,15 @@ from headrace.engine.block_pool import BlockPool, Taken
 from headrace.learn.lesson import Lesson, Report, load_for_lesson
 
 SEQUENCES, SHORTEST, LONGEST, SEED = 400, 16, 2_048, 7
+ARRIVALS, IN_USE_SHARE = 4_000, 0.9
 APPENDED_TOKENS = 512
 
 
 def show_paging(config: Config, *, report: Report) -> Lesson:
     """Lay the same sequences out in three ways, and time one more token in a grown cache against a slot that is there.
 
-    Lengths are drawn evenly on a logarithmic scale. Churn: sequences come and go at random while half of the room is in
-    use; then the largest is asked for.
+    Lengths are drawn evenly on a logarithmic scale. Churn: sequences come, and others go at random to make room for
+    them in nine tenths of all there is; then the largest is asked for.
     """
     model = load_for_lesson(config, pool_tokens=0, report=report)
     layout = model.kv.layout
@@ -36,7 +38,7 @@ def show_paging(config: Config, *, report: Report) -> Lesson:
         _seconds_to_grow(layout.shape, model.kv.dtype),
         _seconds_to_fill(layout.shape, model.kv.dtype),
     )
-    contiguous, paged = _free_after_churn(lengths, layout.block_tokens)
+    contiguous, paged = _churn(lengths, layout.block_tokens)
     return Lesson(
         tables=(
             (
@@ -45,9 +47,9 @@ def show_paging(config: Config, *, report: Report) -> Lesson:
                 [[way, f"{held[way]:,}", f"{used / held[way]:.1%}", f"{copied[way]:,}"] for way in held],
             ),
             (
-                "After churn, of the room that is free: the longest sequence that still fits",
-                ["way ", "free tokens", "longest that fits"],
-                [["contiguous", *_pair(contiguous)], [f"blocks of {layout.block_tokens}", *_pair(paged)]],
+                f"{ARRIVALS:,} of them come and go in room that is nine tenths full",
+                ["way ", "free tokens at the end", "longest that fits", "turned away"],
+                [["contiguous", *contiguous.cells()], [f"blocks of {layout.block_tokens}", *paged.cells()]],
             ),
             (
                 f"Time for {APPENDED_TOKENS} tokens of KV, one by one",
@@ -60,9 +62,11 @@ def show_paging(config: Config, *, report: Report) -> Lesson:
         ),
         facts={
             "used_share": {way: used / held[way] for way in held},
-            "free_tokens": contiguous[0],
-            "longest_contiguous_tokens": contiguous[1],
-            "longest_paged_tokens": paged[1],
+            "free_tokens": contiguous.free_tokens,
+            "longest_contiguous_tokens": contiguous.longest_tokens,
+            "longest_paged_tokens": paged.longest_tokens,
+            "turned_away_contiguous": contiguous.turned_away,
+            "turned_away_paged": paged.turned_away,
             "grown_ms": grown_s * 1e3,
             "slots_ms": slot_s * 1e3,
         },
@@ -73,28 +77,43 @@ def show_paging(config: Config, *, report: Report) -> Lesson:
     )
 
 
-def _pair(free: tuple[int, int]) -> list[str]:
-    return [f"{free[0]:,}", f"{free[1]:,}"]
+@dataclass(slots=True)
+class _Churn:
+    """What came of it, of one kind of room."""
+
+    free_tokens: int = 0
+    longest_tokens: int = 0  # that would still fit
+    turned_away: int = 0  # sequences that found no room, though so many tokens were free
+
+    def cells(self) -> list[str]:
+        return [f"{self.free_tokens:,}", f"{self.longest_tokens:,}", f"{self.turned_away:,}"]
 
 
-def _free_after_churn(lengths: list[int], block_tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(free tokens, longest sequence that fits) of contiguous room and of a pool of blocks, after the same churn."""
+def _churn(lengths: list[int], block_tokens: int) -> tuple[_Churn, _Churn]:
+    """Of contiguous room and of a pool of blocks of the same size, after the same arrivals and departures."""
     draw, room = random.Random(SEED), 2 * sum(lengths) // 5
     extents, pool = ExtentPool(room), BlockPool(room // block_tokens)
-    running: list[tuple[int, int, tuple[int, ...]]] = []  # start, length, block ids
-    for length in draw.choices(lengths, k=10 * len(lengths)):
-        while sum(each[1] for each in running) + length > room // 2:
-            start, ended, block_ids = running.pop(draw.randrange(len(running)))
-            extents.release(start, ended)
-            pool.unref_all(block_ids)
-        start = extents.allocate(length)
+    contiguous, paged = _Churn(), _Churn()
+    starts: list[tuple[int, int]] = []  # of those that run in contiguous room: start, length
+    tables: list[tuple[int, tuple[int, ...]]] = []  # of those that run in blocks: length, block ids
+    for length in draw.choices(lengths, k=ARRIVALS):
+        while sum(each for _, each in starts) + length > IN_USE_SHARE * room:
+            extents.release(*starts.pop(draw.randrange(len(starts))))
+        while sum(each for each, _ in tables) + length > IN_USE_SHARE * room:
+            pool.unref_all(tables.pop(draw.randrange(len(tables)))[1])
+        if (start := extents.allocate(length)) is None:
+            contiguous.turned_away += 1
+        else:
+            starts.append((start, length))
         taken = pool.take(-(-length // block_tokens))
-        if start is None or not isinstance(taken, Taken):
-            continue
-        running.append((start, length, taken.block_ids))
-    longest = max(length for length in range(extents.free_units + 1) if _fits(extents, length))
-    free_paged = pool.available_blocks * block_tokens
-    return (extents.free_units, longest), (free_paged, free_paged)
+        if isinstance(taken, Taken):
+            tables.append((length, taken.block_ids))
+        else:
+            paged.turned_away += 1
+    contiguous.free_tokens = extents.free_units
+    contiguous.longest_tokens = max(length for length in range(extents.free_units + 1) if _fits(extents, length))
+    paged.free_tokens = paged.longest_tokens = pool.available_blocks * block_tokens
+    return contiguous, paged
 
 
 def _fits(extents: ExtentPool, length: int) -> bool:

@@ -50,7 +50,7 @@ def show_windows(config: Config, *, report: Report) -> Lesson:
         tables=(
             (
                 f"A prompt of {length:,} tokens and {OUTPUT_TOKENS} new ones, blocks of {config.engine.block_tokens}",
-                ["model ", "KV held at most", "same answer as transformers"],
+                ["model ", "KV held between steps", "same answer as transformers"],
                 [[name, f"{held / 2**10:,.0f} KiB", "yes" if equal else "NO"] for name, held, equal in rows],
             ),
         ),
@@ -63,8 +63,9 @@ def show_windows(config: Config, *, report: Report) -> Lesson:
             "same_answers": all(equal for _, _, equal in rows),
         },
         conclusion=(
-            "What no layer will look at again is given back: a sequence holds two windows at most, however long it "
-            "grows, and a hit loads one. A layer that sees all needs all of its own."
+            "What no layer will look at again is given back: of a layer with a window a sequence holds the last window "
+            "(and within a step that computes another one, two), however long it grows, and a hit loads one. A layer "
+            "that sees all needs all."
         ),
     )
 

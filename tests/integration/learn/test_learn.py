@@ -57,7 +57,8 @@ def test_turning_makes_up_for_the_position_in_the_first_layer_only(model: Path):
 def test_paged_room_is_used_best_without_copies(model: Path):
     facts = facts_of("paging", model)
     assert facts["used_share"]["preallocated"] < 0.5 < facts["used_share"]["paged"]
-    assert facts["longest_contiguous_tokens"] < facts["free_tokens"]
+    assert facts["longest_contiguous_tokens"] < facts["free_tokens"] / 2
+    assert facts["turned_away_paged"] == 0 < facts["turned_away_contiguous"]
 
 
 def test_a_window_bounds_what_a_sequence_holds_and_changes_no_answer(model: Path):

@@ -43,6 +43,23 @@ def test_a_command_of_the_tutorial_prints_what_stands_there(
     assert not missing
 
 
+@pytest.mark.parametrize("path", CHAPTERS, ids=[path.stem for path in CHAPTERS])
+def test_a_command_of_the_tutorial_is_one_that_the_test_above_runs(path: Path):
+    """Fails for a command, or a block of output, that stands there in another form and so is run by nobody."""
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"^\$ (.*)", text, re.MULTILINE) == [f"headrace {b[1]}" for b in BLOCKS if b[0] == path.stem]
+    assert set(re.findall(r"^```(\w+)", text, re.MULTILINE)) <= {"console"}
+
+
+def test_what_a_plan_works_out_without_a_machine_is_what_stands_there():
+    """Arithmetic and a replay: every number, up to the table of simulated clusters."""
+    ((command, printed),) = [block[1:] for block in BLOCKS if block[1].startswith("plan ")]
+    done = CliRunner().invoke(main, shlex.split(command), catch_exceptions=False)
+    worked_out, _, simulated = printed.partition("prefill   decode")
+    assert simulated
+    assert done.stdout.startswith(worked_out)
+
+
 def test_every_experiment_has_a_place_in_the_tutorial():
     commands = {command for _, command, _ in BLOCKS}
     assert {f"learn {function.removeprefix('show_')}" for function in EXPERIMENTS} <= commands
