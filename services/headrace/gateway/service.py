@@ -184,8 +184,8 @@ class GatewayService:
         return following and self.table.can_decode() and not loading
 
     def healthy(self) -> bool:
-        """Whether all that this gateway follows is followed still. What ended did so of a bug and for good: only another
-        process serves as well. That there are no workers is no fault of this one."""
+        """Whether all that this gateway follows is followed still. What ended did so of a bug and for good: only
+        another process serves as well. That there are no workers is no fault of this one."""
         following = (self._refreshing, *self._stepping)
         return all(task is not None and not task.done() for task in following)
 
