@@ -21,21 +21,14 @@ from dataclasses import replace
 
 from headrace.blocks.block_codec import encode_header, verify_identity
 from headrace.blocks.block_waiters import BlockWaiters
-from headrace.blocks.claims import LeasedBlock, LeasedRun, SlotOutcome, SlotReserved
+from headrace.blocks.claims import LeasedRun, SlotOutcome, SlotReserved
 from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
 from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, payload_digest
 from headrace.core.clock import Clock
 from headrace.core.errors import BlockCorrupt
 from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.generation import BlockInfo, ControlReport, EvictReport, EvictSelector, HolderStat
-from headrace.core.limits import (
-    LEASE_BLOCKS_MAX,
-    LEASE_TTL_MS,
-    LIST_BLOCKS_MAX,
-    RESERVATION_TTL_MS,
-    STORE_LEASES_MAX,
-    SUSPECTS_MAX,
-)
+from headrace.core.limits import LEASE_TTL_MS, LIST_BLOCKS_MAX, RESERVATION_TTL_MS
 from headrace.core.ports import AlreadyStored, NotStored
 from headrace.core.retention import KEEP, KeptBy, Retention
 from headrace.store.block_changes import BlockChanges, IgnoreChanges
@@ -45,15 +38,16 @@ from headrace.store.departures import Departures
 from headrace.store.disk_blocks import DiskBlock, DiskBlocks
 from headrace.store.expire_blocks import expire_blocks
 from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
-from headrace.store.held_claims import HeldClaims, HeldLease, HeldReservation
+from headrace.store.held_claims import HeldClaims, HeldReservation
 from headrace.store.list_blocks import list_blocks
 from headrace.store.node_counters import NodeCounters
 from headrace.store.pins import Pins
 from headrace.store.plan_eviction import plan_eviction
 from headrace.store.prefix_orders import PrefixOrders
+from headrace.store.readers import Readers
 from headrace.store.recover_arena import RecoveredArena
 from headrace.store.recover_disk import RecoveredDisk
-from headrace.store.removal_log import BROKEN, TIME_OVER
+from headrace.store.removal_log import TIME_OVER
 from headrace.store.room_maker import RoomMaker
 from headrace.store.select_disk_blocks import list_disk_blocks, plan_disk_eviction, report_eviction, resident_blocks
 from headrace.store.tier_stats import stat_disk, stat_host
@@ -84,7 +78,6 @@ class StoreNode:
         self._arena = arena
         self._clock = clock
         self._changes: BlockChanges = IgnoreChanges() if changes is None else changes
-        self._lease_ttl_ms = lease_ttl_ms
         self._reservation_ttl_ms = reservation_ttl_ms
         self._blocks = HeldBlocks(eviction_policy)
         self.disk = DiskBlocks(None if disk is None else disk.tier, self._blocks, self._changes)
@@ -96,6 +89,18 @@ class StoreNode:
         )
         self.room = RoomMaker(
             arena, self._blocks, self.disk, self.counters, pins=self._pins, remove=self._departures.remove
+        )
+        self._readers = Readers(
+            arena,
+            self._blocks,
+            self._claims,
+            terms=self._terms,
+            departures=self._departures,
+            room=self.room,
+            counters=self.counters,
+            clock=clock,
+            ttl_ms=lease_ttl_ms,
+            new_id=lambda: self._new_id("l"),
         )
         self.orders = PrefixOrders(
             self.holder_id, self._blocks, self.disk, pins=self._pins, terms=self._terms, counters=self.counters
@@ -134,29 +139,13 @@ class StoreNode:
         operator reads, which keeps nothing longer. whole_from: as BlockSource.lease_prefix.
         """
         self.expire()
-        run = self._blocks.run(namespace, chain, first_block=first_block)[:LEASE_BLOCKS_MAX]
-        if len(self._claims.leases) >= STORE_LEASES_MAX:
-            run = []
-        asked_blocks, now_s = max(0, len(chain) - first_block), self._clock.now_s()
-        held = HeldLease(tuple(run), now_s + self._lease_ttl_ms / 1_000, num_wide=max(0, whole_from - first_block))
-        hit_bytes = sum(map(held.read_bytes, range(len(run))))
-        self.counters.looked_up(namespace, asked_blocks=asked_blocks, hit_blocks=len(run), hit_bytes=hit_bytes)
-        if not run:
-            return LeasedRun(lease_id="", incarnation=self.incarnation, expires_in_ms=0, blocks=())
-        for block in run:
-            block.leases += 1
-            block.hits += 1
-        self._blocks.read(run[-1], now_s)
-        if retention is not None:
-            self._terms.use(run[-1], retention)
-        lease_id = self._new_id("l")
-        self._claims.leases[lease_id] = held
-        return LeasedRun(
-            lease_id=lease_id,
+        return self._readers.lease(
+            namespace,
+            chain,
+            first_block=first_block,
+            retention=retention,
+            whole_from=whole_from,
             incarnation=self.incarnation,
-            expires_in_ms=self._lease_ttl_ms,
-            blocks=tuple(LeasedBlock(b.slot, b.header, b.header_bytes) for b in run),
-            ends_ms=self._terms.ends_ms(run[-1]),
         )
 
     def leased_payloads(self, lease_id: str) -> Iterator[memoryview]:
@@ -164,19 +153,11 @@ class StoreNode:
 
         Each view is good until the lease ends; a caller that waits between two looks at one must ask `holds_lease`.
         """
-        index = 0
-        while True:
-            held = self._claims.live_lease(lease_id)
-            if index == len(held.blocks):
-                return
-            slot, num_bytes = held.blocks[index].slot, held.read_bytes(index)
-            yield self._arena.payload(slot, num_bytes).toreadonly()
-            index += 1
+        return self._readers.payloads(lease_id)
 
     def holds_lease(self, lease_id: str) -> bool:
         """Whether the lease still protects its blocks."""
-        held = self._claims.leases.get(lease_id)
-        return held is not None and held.expires_at_s > self._clock.now_s()
+        return self._readers.holds(lease_id)
 
     def release(self, lease_id: str, suspects: Sequence[int] = ()) -> None:
         """End a lease; unknown ones are fine.
@@ -184,16 +165,7 @@ class StoreNode:
         `suspects` are indices of leased blocks whose bytes did not check out: each (at most SUSPECTS_MAX of them) is
         checked here again, and dropped with all that stand on it when it is really broken.
         """
-        if (held := self._claims.leases.pop(lease_id, None)) is None:
-            return
-        named = [held.blocks[i] for i in dict.fromkeys(suspects) if i < len(held.blocks)][:SUSPECTS_MAX]
-        broken = [block for block in named if not self._whole(block)]
-        self._end_lease(held)
-        for block in broken:
-            if self._blocks.get(*block.key) is block:
-                self.counters.dropped_corrupt += 1
-                with self.room.because(BROKEN):
-                    self._departures.drain(block)
+        self._readers.release(lease_id, suspects)
 
     # Writers
 
@@ -320,6 +292,8 @@ class StoreNode:
             holder=self.holder_id,
             incarnation=self.incarnation,
             block_units=self._block_units,
+            reserved_blocks=len(self._claims.reservations),
+            leased_blocks=self._readers.leased_blocks,
             pins=self._pins,
         )
 
@@ -358,6 +332,7 @@ class StoreNode:
             reserved={reservation_id: held.block for reservation_id, held in self._claims.reservations.items()},
         )
         self._claims.check_integrity()
+        self._readers.check_integrity()
         self._pins.check_integrity()
         self.disk.check_integrity()
 
@@ -422,27 +397,12 @@ class StoreNode:
             self._blocks.offer(newly)
 
     def _end_claims(self) -> int:
-        ended = 0
-        for lease in self._claims.take_lapsed_leases():
-            self._end_lease(lease)
-            self.counters.expired_leases += 1
-            ended += 1
+        ended = self._readers.end_lapsed()
         for reservation in self._claims.lapsed_reservations():
             self._departures.drop_reserved(reservation.block)
             self.counters.expired_reservations += 1
             ended += 1
         return ended
-
-    def _end_lease(self, lease: HeldLease) -> None:
-        for block in reversed(lease.blocks):
-            block.leases -= 1
-            assert block.leases >= 0, "a lease was ended twice"
-            self._departures.free_if_drained(block)
-            self._blocks.offer(block)
-
-    def _whole(self, block: HeldBlock) -> bool:
-        with self._arena.payload(block.slot, block.header.payload_bytes) as payload:
-            return payload_digest(payload) == block.header.payload_xxh3
 
     def _new_id(self, kind: str) -> str:
         """Never given out twice, not even by a later process: the incarnation is part of it."""

@@ -4,7 +4,7 @@ from headrace.blocks.host_arena import UNIT_BYTES, HostArena
 from headrace.core.block import HolderId, Tier
 from headrace.core.generation import HolderStat
 from headrace.store.disk_blocks import DiskBlocks
-from headrace.store.held_blocks import HeldBlocks, SlotState
+from headrace.store.held_blocks import HeldBlocks
 from headrace.store.node_counters import NodeCounters
 from headrace.store.pins import Pins
 
@@ -17,11 +17,12 @@ def stat_host(
     holder: HolderId,
     incarnation: int,
     block_units: int,
+    reserved_blocks: int,
+    leased_blocks: int,
     pins: Pins,
 ) -> HolderStat:
     """The arena's row. Free room is counted in blocks of `block_units`, the size last written (0: none yet), so totals
-    move when sizes mix."""
-    reserved = sum(1 for block in blocks if block.state is SlotState.RESERVED)
+    move when sizes mix. Passes over no blocks: it is made twice a second."""
     free = arena.fits(block_units) if block_units else 0
     return HolderStat(
         holder=holder,
@@ -29,9 +30,9 @@ def stat_host(
         incarnation=incarnation,
         total_blocks=free + len(blocks),
         free_blocks=free,
-        committed_blocks=len(blocks) - reserved,
-        reserved_blocks=reserved,
-        leased_blocks=sum(1 for block in blocks if block.leases),
+        committed_blocks=len(blocks) - reserved_blocks,
+        reserved_blocks=reserved_blocks,
+        leased_blocks=leased_blocks,
         block_bytes=block_units * UNIT_BYTES,
         lookups_tokens=counters.lookups_tokens,
         hits_tokens=counters.hits_tokens,
@@ -49,7 +50,7 @@ def stat_disk(disk: DiskBlocks, *, holder: HolderId, incarnation: int) -> Holder
     the disk has is brought there first."""
     assert disk.tier is not None
     waiting = disk.waiting_blocks
-    block_bytes = max((block.total_bytes for block in disk), default=0)
+    block_bytes = disk.largest_bytes
     free = max(0, disk.tier.bytes_max - disk.tier.used_bytes) // block_bytes if block_bytes else 0
     return HolderStat(
         holder=holder,
