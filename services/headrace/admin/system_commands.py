@@ -189,9 +189,10 @@ def verify(
     """Check on any model that reuse changes nothing, and measure what it saves.
 
     Runs the same prompts cold, from the worker's own memory, from shared memory, over gRPC and after a store node was
-    killed and started again; compares token ids and the bits of the logits; measures decoding with and without KV
-    cache, and memory, as the text grows. Exit code 1 when anything differs. It starts its own parts on this machine; a
-    system that runs, on one host or on many, is asked by `headrace cache verify --address HOST:PORT`.
+    killed and started again, and others all at once in a pool too small for them, in chunks and with drafts; compares
+    token ids and the bits of the logits; measures decoding with and without KV cache, and memory, as the text grows.
+    Exit code 1 when anything differs. It starts its own parts on this machine; a system that runs, on one host or on
+    many, is asked by `headrace cache verify --address HOST:PORT`.
 
     With --codec it measures instead what a lossy KV codec does to answers: logits, greedy tokens and perplexity on a
     hundred prompts. The outcome is remembered and shown where the codec is chosen.
