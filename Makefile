@@ -10,20 +10,20 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d
 demo: install
 	$(BIN)/headrace demo
 
-# Tests that compute and share nothing by name run in two processes, file by file; those that start servers, kill parts or
-# look at the clock run after them, one by one. Alone: `.venv/bin/python -m pytest tests/unit/core/test_block.py -k chain`.
-COMPUTING := tests/unit tests/sim tests/conformance tests/fuzz tests/architecture
+# Two processes share the tests, file by file. Those that look at the clock, or at links between hosts, are marked `alone`
+# and run after them, one by one. A single one: `.venv/bin/python -m pytest tests/unit/core/test_block.py -k chain`.
+ALONE := tests/integration tests/multihost
 
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(COMPUTING) -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest tests $(COMPUTING:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not alone" -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest $(ALONE) -m alone
 
 # Each parser that reads from outside, for so many seconds each; `make test` runs a few fixed examples of the same.
 fuzz: install
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 # Packages whose types are checked; Ray's and Redis's own are too loose for the others.
-TYPED := core wire gateway blocks client admin store transfer prefill decode simulate telemetry engine
+TYPED := core wire gateway blocks client admin store transfer prefill decode index simulate telemetry engine
 
 lint: install
 	$(BIN)/ruff check services cluster tests benchmarks helm docker

@@ -161,3 +161,12 @@ def test_generated_code_is_what_the_protos_say(tmp_path):
     generate(tmp_path)
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert made == {path.name: path.read_text() for path in COMMITTED.glob("*_pb2*")}
+
+
+def test_tests_that_run_alone_are_where_make_looks_for_them():
+    """Fails for a test that none of the two commands of `make test` runs."""
+    folders = re.search(r"^ALONE := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+    files = (ROOT / "tests").rglob("*.py")
+    marked = [p for p in files if re.search(r"mark\.alone", p.read_text(encoding="utf-8"))]
+    assert len(marked) >= len(folders)
+    assert not [name_of(p) for p in marked if not any(p.is_relative_to(ROOT / folder) for folder in folders)]

@@ -8,6 +8,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import grpc
@@ -21,7 +22,7 @@ from headrace.admin.cli import main
 from headrace.admin.create_certificates import create_certificates
 from headrace.client.client import HeadraceClient
 from headrace.client.errors import TlsFailed
-from headrace.client.values import COLD, CacheOptions
+from headrace.client.values import COLD, CacheOptions, GenerateResult
 from headrace.core.block import CacheSource
 from headrace.core.generation import CachedTokens
 from headrace.core.tenants import HashedKey, new_key
@@ -111,28 +112,31 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureHosts]:
 def test_a_prompt_that_one_host_prefills_is_decoded_on_another_and_its_blocks_cross_under_tls(secure: SecureHosts):
     """Fails when one of the paths between parts does not come about under mutual TLS: gateway to worker, worker to the
     other host's store node, node to index."""
-    prompt = make_prompt(HIT + 1, seed=1)
-    expected = secure.client.generate(prompt, sampling=TOKENS, cache=COLD, timeout_s=120).token_ids
     (prefill,) = [w.worker_id for w in secure.client.status().workers if w.role == "prefill"]
-    handed = CacheOptions(sources=frozenset({CacheSource.GRPC}), prefill_worker=prefill)
-    answer = secure.client.generate(prompt, sampling=TOKENS, cache=handed, timeout_s=120)
-    assert (answer.token_ids, answer.prefill_worker) == (expected, prefill)
     assert {node.address.rpartition(":")[0] for node in secure.client.status().store_nodes} == {
         host.address for host in secure.hosts.values()
     }
+    seeds = count(1)
+
+    def ask(prompt: list[int], cache: CacheOptions) -> GenerateResult:
+        return secure.client.generate(prompt, sampling=TOKENS, cache=cache, timeout_s=120)
+
+    def handed_over() -> bool:
+        """A prefill that is late is done without."""
+        new = make_prompt(HIT + 1, seed=next(seeds))
+        answer = ask(new, CacheOptions(sources=OVER_GRPC.sources, prefill_worker=prefill))
+        assert answer.token_ids == ask(new, COLD).token_ids
+        return answer.prefill_worker == prefill
 
     def crosses() -> bool:
         """The prefill worker computes it, a later request reads it from that host's node."""
-        nonlocal seed
-        seed += 1
-        new = make_prompt(HIT + 1, seed=seed)
-        cold = secure.client.generate(new, sampling=TOKENS, cache=COLD, timeout_s=120).token_ids
-        first = secure.client.generate(new, sampling=TOKENS, cache=CacheOptions(prefill_worker=prefill), timeout_s=120)
-        again = secure.client.generate(new, sampling=TOKENS, cache=OVER_GRPC, timeout_s=120)
-        assert first.token_ids == again.token_ids == cold
+        new = make_prompt(HIT + 1, seed=next(seeds))
+        cold, first = ask(new, COLD), ask(new, CacheOptions(prefill_worker=prefill))
+        again = ask(new, OVER_GRPC)
+        assert first.token_ids == again.token_ids == cold.token_ids
         return again.usage.cached == CachedTokens(grpc=HIT)
 
-    seed = 1
+    wait_until(handed_over, within_s=120, what="a prompt that one host prefilled and another decoded")
     wait_until(crosses, within_s=120, what="a prefix of host a on host b")
 
 
