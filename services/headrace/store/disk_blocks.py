@@ -405,7 +405,7 @@ class DiskBlocks:
             self.wake()
 
     def _drop_segment(self, segment: int) -> bool:
-        """Give up a segment in which nothing lives; False where the disk keeps it: then its records are to be marked."""
+        """Give up a segment in which nothing lives; False where the disk keeps it: its records are to be marked."""
         assert self.tier is not None
         self._segments.pop(segment, None)
         if not self.tier.drop_segment(segment):

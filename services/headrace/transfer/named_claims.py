@@ -31,7 +31,7 @@ class NamedClaims:
             self._put(name, tuple(ids))
 
     def end(self, name: str) -> tuple[str, ...]:
-        """What has to be ended; from now on nothing is made under this name. "" is no name: nothing stands behind it."""
+        """What has to be ended; from now on nothing is made under this name. "" is no name: it has nothing."""
         if not name:
             return ()
         ids = self._name_to_ids.pop(name, None)
