@@ -79,8 +79,14 @@ class Fleet:
 
     def worker(self, host: Host, role: str = "decode") -> WorkerStatus:
         """The one of that role there; waits for it."""
-        wait_until(lambda: len(self.workers(host, role)) == 1, within_s=120, what=f"one {role} worker on {host.name}")
-        return self.workers(host, role)[0]
+        found: list[WorkerStatus] = []
+
+        def is_there() -> bool:
+            found[:] = self.workers(host, role)
+            return len(found) == 1
+
+        wait_until(is_there, within_s=120, what=f"one {role} worker on {host.name}")
+        return found[0]
 
     def ask(
         self,

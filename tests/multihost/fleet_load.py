@@ -1,50 +1,63 @@
 """Requests that go on while something is done to the fleet: a load whose answers are known, and streams that last."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import httpx
 from fleet import Fleet
 from hosts import Host, wait_until
+from ray_hosts import HTTP_PORT
 
-from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, CacheOptions, Event, Sampling, TokenDelta
 from headrace.core.errors import HeadraceError
+
+WAYS = ("by_grpc", "by_http")
 
 
 @dataclass
 class Outcome:
-    """What came of a load so far."""
+    """What came of a load so far: how many answers were right, by way, and what was said instead of others."""
 
-    right: int = 0
+    right: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
     wrong: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def load_on(clients: list[HeadraceClient], asked: list[list[int]]) -> Iterator[Outcome]:
-    """Two callers at each proxy ask these prompts in turn; what they get is compared with what they got at rest. The
-    answers are short: what is asked is whether they come."""
+def load_on(fleet: Fleet, hosts: Sequence[Host], asked: list[list[int]]) -> Iterator[Outcome]:
+    """At each of these hosts' proxies one caller asks these prompts in turn by gRPC, and one by HTTP; neither asks
+    again. What they get is compared with what is got at rest. The answers are short: what is asked is whether they
+    come."""
     few = Sampling(max_tokens=4, ignore_eos=True)
-    expected = [clients[0].generate(prompt, sampling=few, cache=COLD, timeout_s=120).token_ids for prompt in asked]
+    at_rest = [fleet.client.generate(prompt, sampling=few, cache=COLD, timeout_s=120) for prompt in asked]
+    expected, model = [answer.text for answer in at_rest], at_rest[0].model
     outcome, ended, lock = Outcome(), threading.Event(), threading.Lock()
 
-    def call(client: HeadraceClient, number: int) -> None:
+    def by_grpc(host: Host, prompt: list[int]) -> str:
+        return fleet.clients[host.name].generate(prompt, sampling=few, timeout_s=120).text
+
+    def by_http(host: Host, prompt: list[int]) -> str:
+        body = {"model": model, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        reply = connections.post(f"http://{host.address}:{HTTP_PORT}/v1/completions", json=body)
+        return reply.raise_for_status().json()["choices"][0]["text"]
+
+    def call(ask: Callable[[Host, list[int]], str], host: Host, number: int) -> None:
         while not ended.wait(0.2):
             number = (number + 1) % len(asked)
             try:
-                tokens = client.generate(asked[number], sampling=few, timeout_s=120).token_ids
-            except HeadraceError as error:
-                said = f"{type(error).__name__}: {error}"
+                text = ask(host, asked[number])
+            except (HeadraceError, httpx.HTTPError) as error:
+                said = f"{ask.__name__}: {type(error).__name__}: {error}"
             else:
-                said = "" if tokens == expected[number] else f"{tokens} instead of {expected[number]}"
+                said = "" if text == expected[number] else f"{ask.__name__}: {text!r} instead of {expected[number]!r}"
             with lock:
-                outcome.right += not said
+                outcome.right[ask.__name__] += not said
                 outcome.wrong += [said] if said else []
 
-    with ThreadPoolExecutor(2 * len(clients)) as pool:
-        calls = [pool.submit(call, client, 2 * at) for client in clients for at in range(2)]
+    with httpx.Client(timeout=120) as connections, ThreadPoolExecutor(2 * len(hosts)) as pool:
+        calls = [pool.submit(call, *each) for host in hosts for each in ((by_grpc, host, 0), (by_http, host, 2))]
         try:
             yield outcome
         finally:
@@ -54,9 +67,13 @@ def load_on(clients: list[HeadraceClient], asked: list[list[int]]) -> Iterator[O
 
 
 def go_on(outcome: Outcome, *, what: str) -> None:
-    """Until the load has got some more answers."""
-    before = outcome.right
-    wait_until(lambda: outcome.right > before + 20, within_s=120, what=f"answers {what}")
+    """Until the load has got some more answers by either way."""
+    before = dict(outcome.right)
+    wait_until(
+        lambda: all(outcome.right[way] > before[way] + 8 for way in WAYS),
+        within_s=120,
+        what=f"answers {what}",
+    )
 
 
 @dataclass
