@@ -10,12 +10,12 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d
 demo: install
 	$(BIN)/headrace demo
 
-# Two processes share the tests, file by file. Those that look at the clock, or at links between hosts, are marked `alone`
-# and run after them, one by one. A single one: `.venv/bin/python -m pytest tests/unit/core/test_block.py -k chain`.
-ALONE := tests/integration tests/multihost
+# Two processes share the tests, file by file. Those that look at the clock, at a whole system or at links between hosts are
+# marked `alone` and run after them, one by one. A single one: `.venv/bin/python -m pytest tests/unit/core/test_block.py -k chain`.
+ALONE := tests/integration tests/e2e tests/multihost
 
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not alone" -n 2 --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest $(ALONE) -m alone
 
 # Each parser that reads from outside, for so many seconds each; `make test` runs a few fixed examples of the same.

@@ -1,5 +1,4 @@
-"""Servers that tests share: one real Valkey process for the whole run, and one cluster. How tests are dealt out to
-processes, and where they are at home."""
+"""Servers that tests share: one real Valkey process for the whole run, and one cluster; and where tests are at home."""
 
 import signal
 import socket
@@ -10,8 +9,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from restricted_redis import empty
 from valkey_cluster import ValkeyCluster
-from xdist.remote import Producer
-from xdist.scheduler import LoadGroupScheduling
 
 from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.torch_environment import set_torch_environment
@@ -29,17 +26,6 @@ settings.load_profile("headrace")
 # A shell starts what runs in its background with Ctrl-C ignored, and so would be all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling:
-    """File by file, since what a file needs is made once for it; groups of several files are kept together."""
-
-    class FileOrGroup(LoadGroupScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
-
-    return FileOrGroup(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,15 +14,14 @@ from headrace_cluster.launch_local import down, launch_local
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starting a system takes a minute where others compute, and the first test of each does that, too. Whoever asks
-    for the shared one runs in one process."""
+    """Starting a system takes a minute where others compute, and the first test of each does that, too. What a system
+    of many processes does on two cores depends on who else computes there."""
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
-        if "system" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("shared system"))
+        item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")

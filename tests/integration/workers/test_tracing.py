@@ -15,6 +15,9 @@ from headrace.wire.v1 import inference_pb2
 
 from .traced_system import BLOCK_TOKENS, ComposedSystem, composed_system, running_collector
 
+# Who computes a prompt is decided by what it would take, which depends on who else computes here.
+pytestmark = pytest.mark.alone
+
 PROMPT = "a secret that no span may tell: " + "0123456789abcdef" * 8
 CALLERS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
