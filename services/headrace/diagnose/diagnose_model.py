@@ -7,7 +7,6 @@ Runs the engine's own model runner, in the calling thread, on blocks of a pool o
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +20,7 @@ from headrace.core.model_work import MachineLimits, ModelWork, Work
 from headrace.diagnose.measure_machine import measure_machine
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.engine.lone_sequence import LonePool, LoneSequence
+from headrace.engine.thread_choice import SETTLING_STEPS
 
 Report = Callable[[str], None]
 
@@ -220,13 +220,15 @@ def _row(
 
 
 def _median_seconds(step: Callable[[int], object]) -> float:
-    """Of STEPS_MEASURED steps, numbered, after one that does not count."""
+    """Of STEPS_MEASURED steps, numbered, after those in which the worker finds out how many threads are faster."""
+    for _ in range(SETTLING_STEPS):
+        step(0)
     times = []
-    for number in (0, *range(STEPS_MEASURED)):
+    for number in range(STEPS_MEASURED):
         started_s = time.perf_counter()
         step(number)
         times.append(time.perf_counter() - started_s)
-    return median(islice(times, 1, None))
+    return median(times)
 
 
 def _num_experts(config: PretrainedConfig) -> int:
