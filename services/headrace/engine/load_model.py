@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,30 @@ def load_model(
     report: Report,
 ) -> LoadedModel:
     """Load the model that the settings name. Where some of its layers have a window and others none, their KV is in
-    blocks of two parts (`layered_kv.py`).
+    blocks of two parts (`layered_kv.py`). Blocks until it is loaded.
 
-    Sets torch's thread count for the calling thread. `report` gets lines for people: what takes long, and whether
-    exactness holds. Raises ModelRefused (what is wrong with the model, and the remedy) or ConfigInvalid.
+    `report` gets lines for people: what takes long, and whether exactness holds. Raises ModelRefused (what is wrong
+    with the model, and the remedy) or ConfigInvalid.
+
+    It is loaded in a thread that then ends, and with it the threads that torch started for it. Where more of those
+    are left than there are cores, idle or not, OpenMP lets none spin while it waits: the step thread's would then sleep
+    between any two operators, and steps on two threads took 37 ms instead of 22.
     """
+    with ThreadPoolExecutor(1, thread_name_prefix="headrace-load") as loading:
+        return loading.submit(
+            _load, settings, engine, trust_group=trust_group, hash_algorithm=hash_algorithm, report=report
+        ).result()
+
+
+def _load(
+    settings: ModelSettings,
+    engine: EngineSettings,
+    *,
+    trust_group: str,
+    hash_algorithm: HashAlgorithm,
+    report: Report,
+) -> LoadedModel:
+    """As `load_model`, in the calling thread, whose number of torch's threads it sets."""
     name, path = find_model(settings, report=report)
     config = _read_config(name, path)
     check_family(name, config)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -190,3 +191,17 @@ def test_a_copied_directory_is_the_same_model(tiny, tmp_path):
     copied = tmp_path / "elsewhere" / "tiny-llama"
     shutil.copytree(tiny, copied)
     assert load(copied, tmp_path).namespace == load(tiny, tmp_path).namespace
+
+
+def test_loading_leaves_no_thread_behind(tiny, tmp_path):
+    """Fails when torch's threads of the load stay: with more of them than cores none spins while it waits for another,
+    and two threads do a step no faster than one."""
+    loading = set()
+
+    class Listening(list):
+        def append(self, line):
+            loading.add(threading.current_thread())
+
+    load(tiny, tmp_path, said=Listening())
+    assert loading
+    assert not [thread for thread in loading if thread.is_alive()]
