@@ -88,7 +88,7 @@ def diagnose_model(config: Config, *, report: Report) -> Diagnosis:
     model = _load(config, report)
     work = model_work(model)
     report("measuring the machine: large products, and reading memory from end to end")
-    threads = torch.get_num_threads()
+    threads = model.runner.threads
     limits = measure_machine(model.runner.model.dtype, model.kv.device, threads=threads)
     block_tokens = model.kv.layout.block_tokens
     context_max = min(model.context_tokens_max, model.kv.num_blocks * block_tokens // max(DECODE_BATCHES))
