@@ -106,10 +106,20 @@ async def ensure_store_actor(config: Config) -> None:
     )
     async with asyncio.timeout(start_timeout_s(config)):
         await actor.ready.remote()
-        try:
-            others = await actor.differs_from.remote(config_to_flat(config))
-        except RayError:  # one that an earlier version started, which cannot say
-            return
+        await tell_differences(actor, config_to_flat(config))
+
+
+async def tell_differences(actor: Any, settings: dict[str, Any]) -> None:
+    """Log which of these settings a store node does not have, or that it cannot say so."""
+    try:
+        others = await actor.differs_from.remote(settings)
+    except (AttributeError, RayError) as error:  # the handle has the methods of the version that started the actor
+        log.warning(
+            "the store node of this host cannot say what it was started with, since an earlier version did it; "
+            "it keeps that until it is ended (docs/ray.md): %s",
+            error,
+        )
+        return
     if others:
         log.warning(
             "the store node of this host was started before, with another %s, and keeps that until it is ended "

@@ -12,7 +12,7 @@ from headrace.config import config_to_flat, load_config, settings_table
 from headrace.core.errors import ConfigInvalid
 from headrace_cluster.gateway_replica import GatewayReplica
 from headrace_cluster.serve_app import GRPC_SERVICER_FUNCTIONS, REPLICA_GRACE_S, check_ray, gpu_share, serve_app
-from headrace_cluster.store_actor import differing, start_timeout_s
+from headrace_cluster.store_actor import differing, start_timeout_s, tell_differences
 
 CONFIG = yaml.safe_load((Path(headrace_cluster.__file__).parent / "serve_config.yaml").read_text(encoding="utf-8"))
 
@@ -64,6 +64,13 @@ def test_settings_that_a_store_node_which_is_there_does_not_take_over_are_named(
     wanted = config_to_flat(load_config({"arena_mb": 65, "redis_url": "redis://b", "gateways": 2}, environ={}))
     assert sorted(differing(had, wanted)) == ["arena_mb", "redis_url"]
     assert differing(had, had) == []
+
+
+async def test_a_worker_starts_beside_a_store_node_of_an_earlier_version_and_says_that_it_cannot_be_asked(caplog):
+    """Fails when no worker starts after an upgrade that left store nodes running, or their settings go unsaid."""
+    of_an_earlier_version = SimpleNamespace()  # as a handle of Ray's: a method that it does not know is no attribute
+    await tell_differences(of_an_earlier_version, config_to_flat(load_config({}, environ={})))
+    assert "earlier version" in caplog.text
 
 
 async def test_a_gateway_that_follows_nobody_any_more_is_replaced():
