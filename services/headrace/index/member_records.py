@@ -2,7 +2,8 @@
 
 A record of this version has exactly the fields of its dataclass, each of exactly its type. Anything else (cut, of
 another type, of another version, with a field more) is JunkRecord: its owner counts as absent, never as half known.
-Adding or renaming a field therefore takes a new RECORD_VERSION.
+Adding or renaming a field therefore takes a new RECORD_VERSION. The version before is read as well, and written by
+whoever has nothing to say in the new fields: during an upgrade the old and the new know each other.
 """
 
 import math
@@ -16,6 +17,8 @@ from headrace.core.index_limits import MEMBER_RECORD_BYTES_MAX
 from headrace.core.members import GatewayRecord, MemberRecord, StoreNodeRecord, WorkerRecord
 
 RECORD_VERSION = 5
+_VERSION_BEFORE = 4
+_NEW_FIELDS = {"ray_cluster": ""}  # of workers, since the version before; and what they hold when they say nothing
 
 _KIND_TO_TYPE: dict[str, type[MemberRecord]] = {
     "store_node": StoreNodeRecord,
@@ -26,13 +29,16 @@ _TYPE_TO_KIND = {kind_type: kind for kind, kind_type in _KIND_TO_TYPE.items()}
 
 
 class JunkRecord(ValueError):
-    """Not a record of this version."""
+    """Not a record of this version or the one before."""
 
 
 def encode_record(record: MemberRecord) -> bytes:
     """`{"version", "kind", "record": {field: value}}`; enums as their text, dataclasses as maps."""
     kind = _TYPE_TO_KIND[type(record)]
-    data: bytes = msgpack.packb({"version": RECORD_VERSION, "kind": kind, "record": asdict(record)})
+    version, told = RECORD_VERSION, asdict(record)
+    if all(told.get(name, nothing) == nothing for name, nothing in _NEW_FIELDS.items()):
+        version, told = _VERSION_BEFORE, {name: value for name, value in told.items() if name not in _NEW_FIELDS}
+    data: bytes = msgpack.packb({"version": version, "kind": kind, "record": told})
     assert len(data) <= MEMBER_RECORD_BYTES_MAX, f"a record of {len(data)} bytes would be ignored by its readers"
     return data
 
@@ -47,11 +53,16 @@ def decode_record(data: bytes) -> MemberRecord:
         raise JunkRecord(f"not msgpack: {error}") from error
     if not isinstance(outer, dict) or outer.keys() != {"version", "kind", "record"}:
         raise JunkRecord("not a versioned record")
-    if outer["version"] != RECORD_VERSION:
+    if outer["version"] not in (RECORD_VERSION, _VERSION_BEFORE):
         raise JunkRecord(f"version {str(outer['version'])[:20]}, this is version {RECORD_VERSION}")
     if not isinstance(outer["kind"], str) or outer["kind"] not in _KIND_TO_TYPE:
         raise JunkRecord("unknown kind")
-    record: MemberRecord = _decode(_KIND_TO_TYPE[outer["kind"]], outer["record"], "record")
+    told = outer["record"]
+    if outer["version"] == _VERSION_BEFORE and outer["kind"] == "worker" and isinstance(told, dict):
+        if not told.keys().isdisjoint(_NEW_FIELDS):
+            raise JunkRecord("record has other fields")
+        told = told | _NEW_FIELDS
+    record: MemberRecord = _decode(_KIND_TO_TYPE[outer["kind"]], told, "record")
     return record
 
 

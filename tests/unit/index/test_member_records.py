@@ -1,4 +1,4 @@
-"""Liveness records as bytes: exactly this version's fields, or junk."""
+"""Liveness records as bytes: exactly the fields of this version or the one before, or junk."""
 
 from dataclasses import replace
 
@@ -45,11 +45,27 @@ LINK = MeasuredLink(node_id="a", via=CacheSource.GRPC, bytes_per_s=1e9, round_tr
 MEASURED = replace(WORKER, queue_s=1.5, links=(LINK, replace(LINK, via=CacheSource.SHARED_MEMORY)))
 
 
-@pytest.mark.parametrize("record", [NODE, WORKER, MEASURED])
+ELSEWHERE = replace(WORKER, ray_cluster="blue")
+
+
+@pytest.mark.parametrize("record", [NODE, WORKER, MEASURED, ELSEWHERE])
 def test_a_record_survives_the_round_trip(record):
     decoded = decode_record(encode_record(record))
     assert decoded == record
     assert type(decoded) is type(record)
+
+
+def test_parts_of_the_version_before_are_known_and_know_whoever_has_nothing_new_to_say():
+    """Fails when the store nodes that outlive an upgrade are nobody to the new workers, or the new ones to the old: no
+    block is found until the last of them is replaced."""
+    for record in (NODE, WORKER):
+        before = msgpack.unpackb(encode_record(record))
+        assert before["version"] == RECORD_VERSION - 1
+        assert "ray_cluster" not in before["record"]
+        with_all = {**before["record"], **({"ray_cluster": ""} if record is WORKER else {})}
+        now = {**before, "version": RECORD_VERSION, "record": with_all}
+        assert decode_record(msgpack.packb(now)) == decode_record(msgpack.packb(before)) == record
+    assert msgpack.unpackb(encode_record(ELSEWHERE))["version"] == RECORD_VERSION
 
 
 def test_enums_come_back_as_enums():
@@ -78,7 +94,9 @@ def test_anything_that_is_not_exactly_this_versions_record_is_junk():
     fields = good["record"]
     wrong = [
         {**good, "version": RECORD_VERSION + 1},
+        {**good, "version": RECORD_VERSION - 2},
         {**good, "version": "1"},
+        {**good, "version": [RECORD_VERSION]},
         {**good, "kind": "router"},
         {**good, "kind": ["store_node"]},
         {**good, "extra": 1},
@@ -92,6 +110,13 @@ def test_anything_that_is_not_exactly_this_versions_record_is_junk():
         [1, 2, 3],
     ]
     for outer in wrong:
+        with pytest.raises(JunkRecord):
+            decode_record(msgpack.packb(outer))
+
+
+def test_a_record_with_fields_of_another_version_is_junk():
+    of_now, before = (msgpack.unpackb(encode_record(record)) for record in (ELSEWHERE, WORKER))
+    for outer in ({**of_now, "version": RECORD_VERSION - 1}, {**before, "version": RECORD_VERSION}):
         with pytest.raises(JunkRecord):
             decode_record(msgpack.packb(outer))
 
