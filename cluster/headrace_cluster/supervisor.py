@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,18 +208,11 @@ class Supervisor:
                     log.warning("%s", error)
 
     def _port(self, key: str, host: str, wanted: int, parts: ExitStack) -> int:
-        """The wanted port; another one when it was left to us (0) or is a default that is taken."""
-        if wanted == 0:
-            return int(parts.enter_context(hold_free_port(host)).getsockname()[1])
-        if can_bind(host, wanted):
-            return wanted
-        if wanted != getattr(GatewaySettings(), key):
-            raise ConfigInvalid(key, f"port {wanted} is taken; choose another or 0 for any free one")
-        for port in range(wanted + 1, wanted + PORTS_TRIED):
-            if can_bind(host, port):
-                self._say(f"port {wanted} is taken; using {port} for {key}")
-                return port
-        raise ConfigInvalid(key, f"ports {wanted}..{wanted + PORTS_TRIED} are taken; choose another or 0")
+        """As `hold_port`, for as long as the parts run."""
+        port = int(parts.enter_context(hold_port(key, host, wanted)).getsockname()[1])
+        if wanted not in (0, port):
+            self._say(f"port {wanted} is taken; using {port} for {key}")
+        return port
 
     def _started(self, part: str, **known: str) -> None:
         self._say(f"started {part}")
@@ -360,13 +353,37 @@ def can_bind(host: str, port: int) -> bool:
         return True
 
 
-def hold_free_port(host: str) -> socket.socket:
-    """A free port that nobody else gets while this is open: for Serve's proxies, which start seconds later, and again
-    whenever one dies. They share it, as they set SO_REUSEPORT, too; without listening this takes none of their
-    connections."""
+def hold_port(key: str, host: str, wanted: int) -> socket.socket:
+    """The wanted port; another one when it was left to us (0) or is a default that is taken. Raises ConfigInvalid."""
+    if wanted == 0:
+        return hold_free_port(host)
+    is_default = wanted == getattr(GatewaySettings(), key)
+    for port in range(wanted, wanted + (PORTS_TRIED if is_default else 1)):
+        with suppress(OSError):
+            return hold_free_port(host, port)
+    if is_default:
+        raise ConfigInvalid(key, f"ports {wanted}..{wanted + PORTS_TRIED - 1} are taken; choose another or 0")
+    raise ConfigInvalid(key, f"port {wanted} is taken; choose another or 0 for any free one")
+
+
+def hold_free_port(host: str, port: int = 0) -> socket.socket:
+    """This port, or any free one (0), which nobody else gets while it is open: for Serve's proxies, which start seconds
+    later, and again whenever one dies. They share it, as they set SO_REUSEPORT, too; without listening this takes none
+    of their connections. Raises OSError when it is taken."""
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind((host, 0))
+    try:
+        try:
+            held.bind((host, port))  # without sharing yet: of two that come at the same moment one gets it
+        except OSError:
+            if port == 0 or not can_bind(host, port):
+                raise
+            # Nobody has it, but connections of an earlier proxy are still ending there. Who shares it may bind.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        held.close()
+        raise
     return held
 
 
