@@ -171,9 +171,12 @@ keep strangers out. KV events know no TLS. */}}
 {{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.passwordSecret.name) -}}
 {{- fail "redis.passwordSecret.name is needed with the bundled Redis: it is never open" -}}
 {{- end -}}
-{{- $redisLimit := include "headrace.mebibytes" .Values.redis.bundled.resources.limits.memory | int64 -}}
-{{- if and (eq .Values.redis.mode "bundled") (gt $redisLimit 0) (le $redisLimit (int64 .Values.redis.bundled.maxMemoryMb)) -}}
-{{- fail (printf "redis.bundled.maxMemoryMb is %d, and its container is ended at resources.limits.memory, %s" (int64 .Values.redis.bundled.maxMemoryMb) .Values.redis.bundled.resources.limits.memory) -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+{{- $redisMemory := ((.Values.redis.bundled.resources | default dict).limits | default dict).memory -}}
+{{- $redisLimit := include "headrace.mebibytes" $redisMemory | int64 -}}
+{{- if and (gt $redisLimit 0) (le $redisLimit (int64 .Values.redis.bundled.maxMemoryMb)) -}}
+{{- fail (printf "redis.bundled.maxMemoryMb is %d, and its container is ended at resources.limits.memory, %s" (int64 .Values.redis.bundled.maxMemoryMb) $redisMemory) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (or .Values.redis.external.username .Values.redis.external.usernameSecret.name) (not .Values.redis.passwordSecret.name) -}}
 {{- fail "redis.passwordSecret.name is needed with redis.external.username and usernameSecret" -}}

