@@ -67,14 +67,12 @@ class RedisCall:
         return reply
 
     async def run_scripts(self, *runs: tuple[Script, Sequence[bytes], Sequence[Argument]]) -> list[Any]:
-        """Run scripts, each with its keys and arguments, all in one round trip; those that a server does not know in a
-        second one. What one server runs, it runs in order and by one connection. An error reply is a value in the
-        list."""
+        """Run scripts, each with its keys and arguments, all in one round trip; all again in a second one when a server
+        does not know one of them, so the others run twice. The replies are of one round trip: what one server runs, it
+        runs in order and by one connection. An error reply is a value in the list."""
         replies = await self.round_trip(*(("EVALSHA", run[0].sha1, *_operands(run)) for run in runs))
-        unknown = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        again = await self.round_trip(*(("EVAL", runs[at][0].text, *_operands(runs[at])) for at in unknown))
-        for at, reply in zip(unknown, again, strict=True):
-            replies[at] = reply
+        if any(isinstance(reply, NoScriptError) for reply in replies):
+            replies = await self.round_trip(*(("EVAL", run[0].text, *_operands(run)) for run in runs))
         return replies
 
     async def scan(self, cursor: int, *, pattern: bytes, count: int) -> tuple[int, list[bytes]]:

@@ -145,7 +145,7 @@ class RedisMembership:
                 (_READ_MEMBERS, [MEMBER_IDS_KEY], [MEMBER_KEY_PREFIX, MEMBERS_MAX, MEMBER_RECORD_BYTES_MAX]),
             )
             refusal = stood if isinstance(stood, ResponseError) else None
-            if refusal or not _has_stood(stood, expected):
+            if refusal or not _has_stood(stood, expected, number):
                 self._mark_lost_s = self._clock.now_s()
             if not refusal:
                 self._marks_left = max(self._marks_left, number)
@@ -158,10 +158,11 @@ class RedisMembership:
         return lost_s is not None and self._clock.now_s() - lost_s < MEMBER_TTL_MS / 1000
 
 
-def _has_stood(mark: bytes, expected: int) -> bool:
-    """Whether a mark, as `probe` told it, is one since before the expected number, and as high; 0: whatever it is."""
+def _has_stood(mark: bytes, expected: int, number: int) -> bool:
+    """Whether a mark, as `probe` told it, is one since before the expected number, and as high; 0: whatever it is. Our
+    own `number` is there when `probe` ran twice; it hides how high the mark was, so the mark counts as lost."""
     first, _, highest = mark.partition(b":")
-    return expected == 0 or (bool(highest) and int(first) <= expected <= int(highest))
+    return expected == 0 or (bool(highest) and int(first) <= expected <= int(highest) != number)
 
 
 def _parse_members(pairs: Sequence[bytes]) -> list[MemberRecord]:

@@ -11,6 +11,7 @@ from patient_redis import patient_connections, patient_membership
 from headrace.core.errors import IndexUnavailable
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord
+from headrace.index.redis_connections import Script
 from headrace.index.redis_membership import RedisMembership
 
 TTL_S = MEMBER_TTL_MS / 1000
@@ -43,7 +44,7 @@ class Setting:
         for record in records:
             await self.members.announce(record, ttl_ms=60_000)
 
-    async def do(self, *command: str) -> None:
+    async def do(self, *command: str | bytes) -> None:
         async with self.server.call() as redis:
             await redis.round_trip(command)
 
@@ -139,6 +140,42 @@ async def test_a_mark_and_the_listing_that_goes_by_it_come_by_one_connection(set
                 by_client.append(b"mark" if b"hr1:{members}:p:" in b" ".join(words[4:]) else b"listing")
     writer.close()
     assert all(scripts == [b"mark", b"listing"] * (len(scripts) // 2) for scripts in client_to_scripts.values())
+
+
+@pytest.mark.parametrize("known", ["probe", "read_members"])
+async def test_they_come_by_one_connection_in_order_where_the_server_knows_one_script_of_the_two(setting, known):
+    """Fails when the one that is known runs first, whichever it is, and the other one later by another connection."""
+    await setting.announce(A, B)
+    await setting.do("SCRIPT", "FLUSH")
+    await setting.do("SCRIPT", "LOAD", Script(known).text)
+    watching, writer = await asyncio.open_connection("127.0.0.1", setting.port)
+    writer.write(b"MONITOR\r\n")
+    async with asyncio.timeout(60):
+        assert await watching.readline() == b"+OK\r\n"
+        assert await setting.read() == ["a", "b"]
+        await setting.do("ECHO", "all-was-read")
+        whole = []  # client and kind of each script that was sent whole
+        while b"all-was-read" not in (line := (await watching.readline()).lower()):
+            words = line.split()
+            if words[3] == b'"eval"' and not words[2].startswith(b"lua"):
+                whole.append((words[2], b"mark" if b"hr1:{members}:p:" in line else b"listing"))
+    writer.close()
+    assert [kind for _, kind in whole] == [b"mark", b"listing"]
+    assert whole[0][0] == whole[1][0]
+
+
+async def test_a_mark_that_was_left_twice_does_not_hide_that_the_last_one_was_lost(setting):
+    """Fails when a replica that took over before it had heard of the last announcements is believed."""
+    await setting.announce(A, B)
+    assert await setting.read() == await setting.read() == ["a", "b"]
+    (mark,) = await marks(setting)
+    assert await values(setting) == [b"1:2"]
+    await setting.do("SET", mark, "1:1")
+    await setting.do("DEL", "hr1:{members}:m:node:b")
+    await setting.do("SCRIPT", "FLUSH")
+    await setting.do("SCRIPT", "LOAD", Script("probe").text)
+    with pytest.raises(IndexUnavailable, match="lost records"):
+        await setting.read()
 
 
 async def test_a_replica_that_takes_no_records_kills_nobody_for_as_long_as_it_lasts(setting):
