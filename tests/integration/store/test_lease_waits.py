@@ -2,14 +2,17 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from store_calls_kit import deadline, publish
 from store_kit import make_prompt
 
-from headrace.core.limits import LEASE_WAITERS_MAX, STORE_RPCS_MAX
+from headrace.blocks.block_waiters import BlockWaiters
 from headrace.core.ports import Lease, LeaseTerms
+from headrace.transfer.channels import build_server
 from headrace.transfer.fetch_blocks import GrpcStore
+from headrace.transfer.serve_blocks import serve_blocks
 
 
 def lease(store: GrpcStore, prompt, *, first_block: int, wait_s: float) -> "asyncio.Task[Lease]":
@@ -102,15 +105,22 @@ async def test_a_node_that_drains_or_stops_lets_its_callers_go(nodes) -> None:
 
 async def test_readers_that_wait_leave_room_for_whoever_stores_what_they_wait_for(nodes) -> None:
     """Fails when a node's calls can all be waiting ones: the prefill that they wait for is refused, and they wait in
-    vain."""
+    vain. By small bounds, half and half as the real ones are, so that a slow machine has them all at once, too."""
+    waiters_max, rpcs_max = 4, 8
     async with nodes.inside() as service:
-        store, prompt = nodes.grpc(service.record), make_prompt(1, 1)
-        waiting = [lease(store, prompt, first_block=0, wait_s=9.5) for _ in range(STORE_RPCS_MAX)]
-        await until_waiting(service, LEASE_WAITERS_MAX)
+        service.node.waiters = BlockWaiters(waiters_max=waiters_max)
+        server = build_server(rpcs_max=rpcs_max)
+        serve_blocks(server, service.node)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        store, prompt = nodes.grpc(replace(service.record, address=f"127.0.0.1:{port}")), make_prompt(1, 1)
+        waiting = [lease(store, prompt, first_block=0, wait_s=9.5) for _ in range(rpcs_max)]
+        await until_waiting(service, waiters_max)
         async with asyncio.timeout(60):
-            while sum(each.done() for each in waiting) < STORE_RPCS_MAX - LEASE_WAITERS_MAX:  # noqa: ASYNC110
+            while sum(each.done() for each in waiting) < rpcs_max - waiters_max:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await publish(store, prompt, [0]) == 1
         granted = await asyncio.gather(*waiting)
-        assert sum(bool(each.headers) for each in granted) >= LEASE_WAITERS_MAX
+        assert sum(bool(each.headers) for each in granted) >= waiters_max
         await asyncio.gather(*(store.release(each) for each in granted))
+        await server.stop(None)
