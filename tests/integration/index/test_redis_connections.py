@@ -74,6 +74,7 @@ async def test_callers_cancelled_at_any_moment_neither_mix_replies_nor_lose_conn
     await connections.close()
 
 
+@pytest.mark.alone  # the last of them may wait for the others no longer than a quarter of a second
 async def test_a_hundred_lookups_at_once_share_the_few_connections(empty_valkey_url, send_raw):
     index = RedisIndex(empty_valkey_url)
     before = await count_clients(send_raw)
