@@ -61,6 +61,8 @@ async def register_blocks(
             node.renew_incarnation()
             changes.voided = True
         await announce()
+        if changes.overflowed and not changes.voided:
+            return  # removals were dropped meanwhile; a restart is still wanted, and the next turn voids
         changes.restart(node.inventory())
 
     async def send_next(shard: int) -> None:

@@ -53,6 +53,8 @@ class World:
 
     def __init__(self, *, changes_max: int = 1_000) -> None:
         self.announcements = 0  # tried
+        self.announced = asyncio.Event()  # cleared: the record is on its way for as long as a test wants
+        self.announced.set()
         self.clock = HandClock()
         self.membership = MemoryMembership(self.clock)
         self.index = CuttableIndex(self.membership)
@@ -66,6 +68,7 @@ class World:
         if self.index.cut:
             raise IndexUnavailable("the line is cut")
         record = StoreNodeRecord("n1", self.kit.node.incarnation, "h", "a", "p", 1)
+        await self.announced.wait()
         await self.membership.announce(record, ttl_ms=10**9)
 
     async def indexed(self, prompt: HashedPrompt) -> int:
@@ -220,3 +223,22 @@ async def test_an_outage_that_outlasts_the_queue_costs_one_new_incarnation() -> 
         await world.until(lambda: not world.changes.restart_wanted and not len(world.changes))
         assert world.kit.node.incarnation == before + 1
         assert await world.indexed(make_prompt(1, 9)) == 9
+
+
+async def test_what_overflows_while_the_record_is_on_its_way_voids_all_entries_too() -> None:
+    """Fails when the restart under way counts for it: its incarnation lives, and the index names the evicted chain."""
+    async with running(World(changes_max=8)) as world:
+        gone, kept = make_prompt(1, 4), make_prompt(2, 6)
+        world.kit.store(gone, range(4))
+        await world.until(lambda: not world.changes.restart_wanted and not len(world.changes))
+        before, tried = world.kit.node.incarnation, world.announcements
+        world.announced.clear()
+        world.changes.want_restart()
+        await world.until(lambda: world.announcements > tried)
+        world.kit.node.evict(EvictSelector(), dry_run=False)
+        world.kit.store(kept, range(6))
+        assert world.changes.overflowed
+        world.announced.set()
+        await world.until(lambda: not world.changes.restart_wanted and not len(world.changes))
+        assert world.kit.node.incarnation == before + 1
+        assert (await world.indexed(gone), await world.indexed(kept)) == (0, 6)
