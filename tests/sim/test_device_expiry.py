@@ -14,6 +14,7 @@ from headrace.core.members import WorkerRole
 from headrace.core.retention import Retention
 from headrace.decode.decode_tokens import decode_tokens
 from headrace.gateway.service import hash_for
+from headrace.transfer.device_expiry import DeviceExpiry
 
 B = LAYOUT.block_tokens
 TOKENS = [7, 1, 4, 9, 2, 2, 8, 5, 3, 3, 1, 6, 9]  # three blocks and one token
@@ -42,6 +43,18 @@ def with_worker(test):
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
+
+
+class CountedPool:
+    """A pool that counts how often it is asked for a selection."""
+
+    def __init__(self, pool) -> None:
+        self._pool = pool
+        self.asked = 0
+
+    def describe(self, selection):
+        self.asked += 1
+        return self._pool.describe(selection)
 
 
 def held(worker) -> int:
@@ -166,6 +179,20 @@ async def test_orders_are_bounded_and_one_namespace_leaves_room_for_others(worke
     assert worker.set_device_ttl(other, ttl_s=30).outcome is ControlOutcome.NOT_HELD
     long = replace(other, prefix_token_ids=(1,) * DEVICE_ORDER_TOKENS_MAX)
     assert worker.set_device_ttl(long, ttl_s=30).outcome is ControlOutcome.REFUSED
+
+
+@with_worker
+async def test_an_order_by_prefix_is_hashed_once_however_many_are_kept(worker, ask):
+    """Fails when it is hashed anew for each kept order by hash: with as many as there may be, and a long prefix, the
+    event loop would stand still for seconds."""
+    pool = CountedPool(worker.engine.pool)
+    expiry = DeviceExpiry(pool, worker.record(), clock=worker.clock)
+    for number in range(DEVICE_ORDERS_PER_NAMESPACE_MAX):
+        named = EvictSelector(block_hashes=(number.to_bytes(16),))
+        assert expiry.order(named, ttl_s=30).outcome is ControlOutcome.NOT_HELD
+    pool.asked = 0
+    expiry.order(HEAD, ttl_s=None)
+    assert pool.asked == 2, "what it holds of the prefix, and its last block"
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

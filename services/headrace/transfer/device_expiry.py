@@ -130,21 +130,25 @@ class DeviceExpiry:
 
     def _others_than(self, named: Selection) -> dict[EvictSelector, _Order]:
         """The orders, less what they say of the very blocks that a selection names."""
-        left = ((selector, self._less(order, named)) for selector, order in self._orders.items())
+        if not self._orders:
+            return {}
+        # Hashed once for all orders: the event loop waits for it.
+        blocks = self._ends(named) if named.roots is None else named.roots
+        left = ((selector, self._less(order, named, blocks)) for selector, order in self._orders.items())
         return {selector: order for selector, order in left if order is not None}
 
-    def _less(self, order: _Order, named: Selection) -> _Order | None:
-        """One of them; None where nothing is left of it."""
+    def _less(self, order: _Order, named: Selection, blocks: frozenset[BlockHash]) -> _Order | None:
+        """One of them; None where nothing is left of it. blocks: the very ones that are named."""
         theirs = order.selection
         if theirs.roots is not None:
-            roots = theirs.roots - (self._ends(named) if named.roots is None else named.roots)
+            roots = theirs.roots - blocks
             return replace(order, selection=replace(theirs, roots=roots)) if roots else None
         if named.roots is None:
             if self._full_blocks(named) != self._full_blocks(theirs):
                 return order
             if named.namespace in (None, theirs.namespace):
                 return None
-        spared = self._ends(named) if named.roots is None else named.roots & self._ends(theirs)
+        spared = blocks if named.roots is None else blocks & self._ends(theirs)
         return replace(order, spared=order.spared | spared)
 
     def _ends(self, prefix: Selection) -> frozenset[BlockHash]:
