@@ -365,7 +365,10 @@ class DiskBlocks:
         """Give up the oldest segment. What the arena holds too, or what waits to be written again, is no loss."""
         assert self.tier is not None
         lost = []
+        records: list[DiskRecord] = []
         for block in list(self._segments.pop(segment, {}).values()):
+            assert block.record is not None
+            records.append(block.record)
             block.record = None
             if block.waiting is not None:
                 continue
@@ -377,7 +380,9 @@ class DiskBlocks:
             for block in sorted(lost, key=lambda each: -each.header.position):
                 self.counters.evicted_for_room += 1
                 self._lose(block)
-        self.tier.drop_segment(segment)
+        if not self._drop_segment(segment):
+            self._dead += records
+            self.wake()
 
     def _lose(self, block: DiskBlock) -> None:
         """Forget a block whose copy here is no good any more; what stands on it goes first, unless the arena has it."""

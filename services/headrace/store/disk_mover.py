@@ -44,6 +44,7 @@ class DiskMover:
         self._reads = asyncio.Semaphore(DISK_READERS)
         self._paused_until_s = 0.0
         self._refuses_writes = False  # the last write failed: said once, however many follow
+        self._refuses_marks = False  # likewise; a full disk takes marks, one that is read-only neither
         self._reader = ThreadPoolExecutor(DISK_READERS, thread_name_prefix="disk read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk write")
 
@@ -176,10 +177,15 @@ class DiskMover:
         try:
             await asyncio.get_running_loop().run_in_executor(self._writer, _mark_all, self._tier, dead)
         except OSError as error:
-            _log.warning("%d blocks are not marked as removed on disk yet: %s", len(dead), error.strerror)
+            if not self._refuses_marks:
+                _log.warning("%d blocks are not marked as removed on disk yet: %s", len(dead), error.strerror)
+            self._refuses_marks = True
             self._disk.marked(well=False)
             await asyncio.sleep(DISK_PAUSE_MS / 1_000)
         else:
+            if self._refuses_marks:
+                _log.warning("what was removed is marked on disk now")
+            self._refuses_marks = False
             self._disk.marked(well=True)
 
 

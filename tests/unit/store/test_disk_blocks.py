@@ -99,3 +99,28 @@ def test_a_disk_that_lets_no_file_be_deleted_does_not_end_the_node_nor_bring_bac
     kit.restart()
     assert (kit.held(evicted), kit.held(make_prompt(2, 1))) == (0, 1)
     kit.node.check_integrity()
+
+
+def test_a_segment_whose_file_cannot_be_deleted_for_room_brings_nothing_back(tmp_path: Path) -> None:
+    """Fails when what it had is found again at the next start, although all was evicted since."""
+    kit = make_disk_kit(tmp_path, blocks=2, segments=4, segment_blocks=1)
+    for token in range(1, 7):
+        kit.store(make_prompt(token, 1), [0])
+    kit.work()
+    kit.store(make_prompt(7, 1), [0])
+    oldest = min(tmp_path.glob("segment-*"))
+    aside = oldest.rename(tmp_path / "aside")
+    oldest.mkdir()  # which cannot be deleted as a file can
+    disk = kit.node.disk
+    job = disk.next_write()
+    assert job is not None
+    assert kit.held(make_prompt(1, 1)) == 0, "its segment was given up"
+    kit.tier.write(job.record, job.header_bytes, job.payload)
+    disk.written(job, well=True)
+    oldest.rmdir()
+    aside.rename(oldest)
+    kit.node.evict(EvictSelector(), dry_run=False)
+    kit.work()
+    kit.restart()
+    assert [token for token in range(1, 8) if kit.held(make_prompt(token, 1))] == []
+    kit.node.check_integrity()

@@ -1,6 +1,7 @@
 """The threads of the disk tier: what a disk that hangs may take of the node."""
 
 import asyncio
+import errno
 import logging
 import os
 import threading
@@ -44,6 +45,20 @@ class SlowDisk:
         self.reading.set()
         assert self.go_on.wait(60)
         return found
+
+
+class ReadOnlyDisk:
+    """A tier that takes no marks until a test says so."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+        self.refuses, self.tries = True, 0
+
+    def mark_dead(self, record: DiskRecord) -> None:
+        self.tries += 1
+        if self.refuses:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        self._tier.mark_dead(record)
 
 
 async def test_a_read_that_was_given_up_keeps_its_reader_until_the_disk_answers(tmp_path: Path) -> None:
@@ -118,5 +133,40 @@ async def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path, caplog:
     assert [record.message for record in caplog.records][1:] == ["the disk takes blocks again"]
     running.cancel()
     await asyncio.wait([running])
+    await mover.stop()
+    kit.tier.close()
+
+
+async def test_a_disk_that_takes_no_marks_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails when a read-only disk fills the log with a line for each try."""
+    caplog.set_level(logging.WARNING, logger="headrace.store.disk_mover")
+    kit = make_disk_kit(tmp_path, blocks=2, segments=2, segment_blocks=8)
+    for token in range(1, 4):
+        kit.store(make_prompt(token, 1), [0])
+    kit.work()
+    kit.node.evict(EvictSelector(block_hashes=make_prompt(1, 1).chain), dry_run=False)
+    disk = ReadOnlyDisk(kit.tier)
+    mover = DiskMover(kit.node, disk, SystemClock())  # type: ignore[arg-type]
+
+    async def marked(*, tries: int) -> None:
+        """Have it try once more: after a failure it pauses, which nobody waits for here."""
+        kit.node.disk.wake()
+        running = asyncio.create_task(mover.run())
+        async with asyncio.timeout(60):
+            while disk.tries < tries or kit.node.disk._marking:  # noqa: ASYNC110 (the tier has no event for this)
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+
+    for tries in (1, 2, 3):
+        await marked(tries=tries)
+        assert not kit.node.disk.is_settled
+    assert [record.message for record in caplog.records] == [
+        "1 blocks are not marked as removed on disk yet: Read-only file system"
+    ]
+    disk.refuses = False
+    await marked(tries=4)
+    assert kit.node.disk.is_settled
+    assert [record.message for record in caplog.records][1:] == ["what was removed is marked on disk now"]
     await mover.stop()
     kit.tier.close()
