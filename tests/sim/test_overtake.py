@@ -127,6 +127,27 @@ def test_a_node_that_never_has_anything_leaves_others_no_more_time_than_theirs()
     run_virtual(main, seed=0, stalls=0.0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_blocks_of_a_far_node_that_had_nothing_before_are_waited_for(seed):
+    """Fails when the way is known by empty answers, but not how long it is: a short prompt would not wait for it."""
+
+    async def main(clock):
+        holders = Holders(clock, {"b": 0}, seed=seed)
+        store = holders.stores["b"]
+        store._rates, store.block_s = FaultRates(delay_s=0.06), 0.002
+        nodes = holders.nodes = TimedStoreNodes(holders.nodes, clock)
+        for _ in range(ROUND_TRIPS_KNOWN):
+            assert (await holders.load()).num_blocks == 0
+        holders.blocks["b"] = NUM_BLOCKS
+        await holders.store()
+        round_trip_s = nodes.times.round_trip_s([("b", CacheSource.GRPC)])
+        assert round_trip_s < OVERTAKE_ROUND_TRIP_MAX_MS / 1000
+        allowed = TransferBudget(SHORT, 0, 2 * B, 2 * B + 1, 0.001, round_trip_s)
+        assert (await holders.load(budget=allowed, end_block=2)).num_blocks == 2
+
+    run_virtual(main, seed=seed, stalls=0.0)
+
+
 def test_a_way_that_has_become_longer_is_found_out():
     """Fails when loads are given up before the answer could be there, each time again."""
 

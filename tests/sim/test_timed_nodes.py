@@ -82,6 +82,27 @@ def test_a_way_is_known_after_some_round_trips_and_takes_as_long_as_any_of_the_l
     assert times.round_trip_s([]) == LEAST_S
 
 
+def test_a_node_that_had_nothing_so_far_is_as_far_away_as_its_answers_say():
+    """Fails when empty answers make a far node's way known and short: its first blocks would be given up. And when
+    those of the host's own node leave others more time than it takes, or count beside first blocks for ever."""
+    times = LinkTimes()
+    for _ in range(ROUND_TRIPS_KNOWN):
+        times.add_nothing(FAR, 0.06)
+        times.add_nothing(NEAR, 0.001)
+    assert times.round_trip_s([NEAR]) == LEAST_S
+    assert times.round_trip_s([FAR, NEAR]) == 2 * 0.06, "a lease, and a first block"
+    for _ in range(ROUND_TRIPS_KNOWN - 1):
+        times.add_round_trip(FAR, 0.1)
+    assert times.round_trip_s([FAR]) == 2 * 0.06
+    times.add_round_trip(FAR, 0.1)
+    assert times.round_trip_s([FAR]) == 0.1
+    times.add_nothing(NEAR, 0.2)
+    assert times.round_trip_s([NEAR]) == 0.2
+    for _ in range(ROUND_TRIPS_KEPT):
+        times.add_nothing(NEAR, 0.001)
+    assert times.round_trip_s([NEAR]) == LEAST_S
+
+
 def test_a_wait_that_was_given_up_counts_until_a_block_comes():
     """Fails when clients that go away make a way look short, or silence makes it look long never, or for ever."""
     times = LinkTimes()

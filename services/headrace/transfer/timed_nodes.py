@@ -3,8 +3,8 @@
 A transfer lasts from the wish for a lease to its release: what a reader waits for, copying and checking included. Only
 whole transfers that delivered something are measured, in bytes of payload. A round trip lasts from the wish for a lease
 until the first block is there: nothing is saved sooner. One that was given up took at least so long. A node that says
-that it has nothing has answered, too: its way is known. Everything passes through unchanged; what a lease says of
-operators' orders is told besides.
+that it has nothing has answered, too: until blocks have come from it, that says how long its way is. Everything passes
+through unchanged; what a lease says of operators' orders is told besides.
 """
 
 import asyncio
@@ -30,12 +30,17 @@ from headrace.core.ports import PLAIN_LEASE, BlockSink, BlockSource, Lease, Leas
 Way = tuple[str, CacheSource]  # a store node, and how its blocks come
 TellEnds = Callable[[NamespaceId, Sequence[tuple[BlockHash, float]]], None]  # `Lease.ends` of blocks of a namespace
 
+# How often the way is gone for a first block: over gRPC for the lease and for the payload, which is in place otherwise.
+# A node that has nothing was asked for the lease alone.
+_TRIPS = {CacheSource.GRPC: 2, CacheSource.SHARED_MEMORY: 1}
+
 
 @dataclass(slots=True)
 class _Link:
     fit: LinkFit
     has_delivered: bool = False
     round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=ROUND_TRIPS_KEPT))
+    empty_s: deque[float] = field(default_factory=lambda: deque(maxlen=ROUND_TRIPS_KEPT))  # had there been a block
     num_answers: int = 0  # first blocks, and the word that there are none
     silent_s: float = 0.0  # the longest that was waited in vain since a block came last
 
@@ -61,9 +66,11 @@ class LinkTimes:
         link.round_trips_s.append(seconds)
         link.silent_s = 0.0
 
-    def add_nothing(self, way: Way) -> None:
-        """The node said that it has nothing of what was asked for."""
-        self._link(way).num_answers += 1
+    def add_nothing(self, way: Way, seconds: float) -> None:
+        """The node said after so long that it has nothing of what was asked for."""
+        link = self._link(way)
+        link.num_answers += 1
+        link.empty_s.append(_TRIPS[way[1]] * seconds)
 
     def add_given_up(self, way: Way, seconds: float) -> None:
         """Nobody waits for the first block any more, after so long: it would have taken longer."""
@@ -71,13 +78,15 @@ class LinkTimes:
         link.silent_s = max(link.silent_s, seconds + OVERTAKE_END_MS / 1000)
 
     def round_trip_s(self, ways: Iterable[Way]) -> float:
-        """How long the slowest of these may take for its first block: as long as any lately took, within limits."""
+        """How long the slowest of these may take for its first block: as long as any lately took, within limits. While
+        few have come, also as long as one would have taken where there was none."""
         longest_s, most_s = self.patience_s, max(self.patience_s, OVERTAKE_ROUND_TRIP_MAX_MS / 1000)
         for way in ways:
             link = self._links.get(way)
             if link is None or link.num_answers < ROUND_TRIPS_KNOWN:
                 return most_s
-            longest_s = max(longest_s, link.silent_s, *link.round_trips_s)
+            few = len(link.round_trips_s) < ROUND_TRIPS_KNOWN
+            longest_s = max(longest_s, link.silent_s, *link.round_trips_s, *(link.empty_s if few else ()))
         return min(longest_s, most_s)
 
     def links(self) -> tuple[MeasuredLink, ...]:
@@ -179,7 +188,7 @@ class _TimedSource:
         if not terms.wait_s and lease.headers:
             self._begun[lease.lease_id] = (asked_s, 0)
         elif not terms.wait_s:
-            self._times.add_nothing(self._key)
+            self._times.add_nothing(self._key, self._clock.now_s() - asked_s)
         if lease.ends:
             self._tell_ends(namespace, lease.ends)
         return lease
