@@ -162,6 +162,24 @@ def model_work(model: LoadedModel) -> ModelWork:
     )
 
 
+def different_tokens(count: int, *, vocab_size: int) -> tuple[int, ...]:
+    """So many token ids, all different as far as the vocabulary goes: of a mixture of experts, equal ones would all be
+    computed by the same few."""
+    return tuple(number % vocab_size for number in range(1, count + 1))
+
+
+def left_in_cgroup(cgroup: Path) -> int | None:
+    """Bytes until a container's limit, those of files that the kernel keeps and gives up when they are needed counted
+    as free; None: it has no limit."""
+    limit = cgroup / "memory.max"
+    if not limit.exists() or (max_bytes := limit.read_text(encoding="ascii").strip()) == "max":
+        return None
+    used_bytes = int((cgroup / "memory.current").read_text(encoding="ascii"))
+    counts = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+    kept_bytes = sum(int(counts[name]) for name in ("inactive_file", "active_file"))
+    return max(0, int(max_bytes) - used_bytes + kept_bytes)
+
+
 def _load(config: Config, report: Report) -> LoadedModel:
     """With a pool for the largest batch at the longest context, whatever a serving worker would have."""
     wanted = max(DECODE_BATCHES) * (max(DECODE_CONTEXTS) + 2 * config.engine.block_tokens)
@@ -179,7 +197,7 @@ def _load(config: Config, report: Report) -> LoadedModel:
 
 
 def _prefill_row(model: LoadedModel, work: ModelWork, limits: MachineLimits, tokens: int, report: Report) -> StepRow:
-    token_ids = (1,) * tokens
+    token_ids = different_tokens(tokens, vocab_size=_vocab_size(model))
 
     def step(_: int) -> object:
         return model.runner.run_step([LoneSequence(LonePool(model)).step(token_ids, num_logits=1)])
@@ -193,11 +211,13 @@ def _decode_row(
     """The KV of the context is whatever the pool holds: zeros or old numbers take as long as any others."""
     pool = LonePool(model)
     sequences = [LoneSequence(pool, begin=context) for _ in range(batch)]
+    token_ids = different_tokens(batch, vocab_size=_vocab_size(model))
 
     def step(number: int) -> object:
         for each in sequences:
             each.go_back(context + number)
-        return model.runner.run_step([each.step((1,), num_logits=1) for each in sequences])
+        steps = [each.step((token,), num_logits=1) for each, token in zip(sequences, token_ids, strict=True)]
+        return model.runner.run_step(steps)
 
     return _row("decode", batch, context, work.decode_step(batch, context), limits, _median_seconds(step), report)
 
@@ -231,6 +251,10 @@ def _median_seconds(step: Callable[[int], object]) -> float:
     return median(times)
 
 
+def _vocab_size(model: LoadedModel) -> int:
+    return int(model.runner.model.config.get_text_config().vocab_size)
+
+
 def _num_experts(config: PretrainedConfig) -> int:
     text = config.get_text_config()
     return int(getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0) or 1)
@@ -248,7 +272,5 @@ def _free_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free_bytes = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if not limit.exists() or (max_bytes := limit.read_text(encoding="ascii").strip()) == "max":
-        return free_bytes
-    return min(free_bytes, max(0, int(max_bytes) - int(used.read_text(encoding="ascii"))))
+    left_bytes = left_in_cgroup(CGROUP)
+    return free_bytes if left_bytes is None else min(free_bytes, left_bytes)

@@ -1,6 +1,5 @@
 """What a diagnosis means, in sentences with its numbers in them. Pure: a Diagnosis in, text out."""
 
-import math
 from collections.abc import Iterable, Iterator
 
 from headrace.diagnose.diagnose_model import Diagnosis, MemoryRow, StepRow
@@ -101,7 +100,11 @@ def _kv(found: Diagnosis) -> Iterator[str]:
     work, longest = found.work, found.context_tokens_max
     yield f"A token's KV is {work.kv_token_bytes:,} bytes.{_windows(found)}"
     most = _sequences(found.memory[-1])
-    passes = [row for row in found.memory if (row.kv_passes_weights_tokens or math.inf) <= longest]
+    passes = [
+        row
+        for row in found.memory
+        if row.kv_passes_weights_tokens is not None and row.kv_passes_weights_tokens <= longest
+    ]
     if passes:
         yield (
             f"With {_sequences(passes[0])} of {passes[0].kv_passes_weights_tokens:,} tokens a decode step reads as "
@@ -109,7 +112,7 @@ def _kv(found: Diagnosis) -> Iterator[str]:
         )
     else:
         yield f"Up to {most} of the whole context ({longest:,} tokens), a decode step reads more weights than KV."
-    full = [row for row in found.memory if (row.fit_tokens or math.inf) < longest]
+    full = [row for row in found.memory if row.fit_tokens is not None and row.fit_tokens < longest]
     if full:
         ways = [f"{_sequences(row)} of {row.fit_tokens:,} tokens" for row in dict.fromkeys((full[0], full[-1]))]
         yield (

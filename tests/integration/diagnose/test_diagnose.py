@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from headrace.admin.cli import main
 from headrace.core.layer_windows import LayerWindows
 from headrace.core.model_work import MachineLimits, ModelWork
-from headrace.diagnose.diagnose_model import Diagnosis, MemoryRow, StepRow
+from headrace.diagnose.diagnose_model import Diagnosis, MemoryRow, StepRow, different_tokens, left_in_cgroup
 from headrace.diagnose.give_advice import give_advice
 from tests.unit.engine_loop.conftest import make_byte_tokenizer
 from tests.unit.engine_model.tiny_models import make_model
@@ -90,6 +90,26 @@ def test_a_model_is_measured_within_its_context(tmp_path: Path):
     assert "512 tokens" in "\n".join(found["advice"])
 
 
+def test_what_is_measured_are_different_tokens_as_far_as_there_are_some():
+    """Fails if all rows of a step would be computed by the same experts, or a token is none of a small vocabulary."""
+    assert len(set(different_tokens(256, vocab_size=32_000))) == 256
+    assert set(different_tokens(256, vocab_size=3)) == {0, 1, 2}
+    assert set(different_tokens(16, vocab_size=1)) == {0}
+
+
+def test_files_that_the_kernel_keeps_for_a_container_count_as_free(tmp_path: Path):
+    """Fails if a container that has read a large file is said to have no room for KV."""
+    assert left_in_cgroup(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    assert left_in_cgroup(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 200\nfile 700\ninactive_file 400\nactive_file 250\nshmem 50\n")
+    assert left_in_cgroup(tmp_path) == 1_000 - 900 + 400 + 250
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert left_in_cgroup(tmp_path) == 0
+
+
 def test_advice_says_the_floor_and_how_far_a_step_is_from_it():
     text = "\n".join(give_advice(make_diagnosis(ratio=3.0)))
     assert "3.0 times that" in text
@@ -128,6 +148,14 @@ def test_advice_names_no_sequence_that_is_longer_than_the_model_allows():
     assert "room for 64 sequences of the whole context" in text
     assert "1,000" not in text
     assert "4,000,000" not in text
+
+
+def test_memory_that_holds_not_even_a_block_is_not_said_to_be_endless():
+    """Fails if no token at all is taken for as many as one likes."""
+    none = (MemoryRow(1, 1_000, 0), MemoryRow(64, 16, 0))
+    text = "\n".join(give_advice(replace(make_diagnosis(ratio=1.0), memory=none, free_bytes=0)))
+    assert "which one sequence of 0 tokens or 64 sequences of 0 tokens fill" in text
+    assert "room for 64 sequences" not in text
 
 
 def test_what_int8_would_buy_is_said_of_kv_that_is_not_coded_yet():
