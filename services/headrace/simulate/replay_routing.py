@@ -119,7 +119,7 @@ def _sum_up(policy: str, load: float, outcomes: Sequence[Outcome], fleet: Simula
     busy_s = fleet.busy_s[list(model.prefillers)]
     p50, p90, p99 = (float(np.percentile(ttft, q)) for q in (50, 90, 99))
     is_good = (ttft < model.ttft_slo_s) & (itl < model.itl_slo_s)
-    span_s = fleet.now_s - min(outcome.request.arrival_s for outcome in outcomes)
+    span_s = fleet.ended_s - min(outcome.request.arrival_s for outcome in outcomes)
     return RoutingResult(
         policy=policy,
         load=load,

@@ -122,6 +122,7 @@ class SimulatedFleet:
         self.model = model
         self.block_tokens = block_tokens
         self.now_s = 0.0
+        self.ended_s = 0.0  # when a sequence had its last token last
         self.device = PrefixMap[int]()
         self.host = PrefixMap[int]()
         self.outcomes: list[Outcome] = []
@@ -292,8 +293,9 @@ class SimulatedFleet:
         """How long the prompt takes here, counting what the worker has by now and what it fetches."""
         request, plan, cost = job.request, job.plan, self.model.prefill
         last = request.input_tokens - 1
-        own = min(worker.memory.num_leading(request.chain) * self.block_tokens, last)
-        held = request.chain[: own // self.block_tokens]
+        found = request.chain[: last // self.block_tokens]  # the last token is computed, so its block is never held
+        held = found[: worker.memory.num_leading(found)]
+        own = len(held) * self.block_tokens
         worker.memory.begin(held, request.input_tokens)
         start, end = max(plan.fetch_from, own), min(plan.fetch_to, last)
         job.outcome.device_tokens = own
@@ -388,4 +390,5 @@ class SimulatedFleet:
         request = outcome.request
         self.decodes[outcome.decoded_on] -= 1
         self.decode_tokens[outcome.decoded_on] -= request.input_tokens + request.output_tokens
+        self.ended_s = self.now_s
         self.outcomes.append(outcome)

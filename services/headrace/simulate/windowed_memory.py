@@ -10,6 +10,7 @@ stands on them, and a prefix is found when all of it is in the first account and
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from headrace.core.errors import InvalidRequest
 from headrace.core.key_window import KeyWindow, model_window
 from headrace.core.prefix_map import PrefixMap
 from headrace.simulate.cluster_model import ClusterModel
@@ -17,9 +18,14 @@ from headrace.simulate.worker_memory import DeviceMemory
 
 
 def make_device_memory(model: ClusterModel, *, block_tokens: int, holder: int, held: PrefixMap[int]) -> DeviceMemory:
-    """One worker's."""
+    """One worker's. Raises InvalidRequest for layers with a window that have no room."""
     if not model.window_tokens:
         return DeviceMemory(model.device_tokens, block_tokens=block_tokens, holder=holder, held=held)
+    if model.near_tokens < block_tokens:
+        raise InvalidRequest(
+            f"{model.name}: near_tokens must be at least a block's {block_tokens} where window_tokens is given, not "
+            f"{model.near_tokens}", param="cluster",
+        )  # fmt: skip
     window = model_window([model.window_tokens], block_tokens=block_tokens)
     return WindowedMemory(model.device_tokens, near_tokens=model.near_tokens, window=window, holder=holder, held=held)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headrace.core.errors import InvalidRequest
 from headrace.core.step_costs import DecodeCost, LinkCost, PrefillCost
 from headrace.simulate.cluster_model import PROFILES, ClusterModel, read_cluster
 from headrace.simulate.headrace_policy import HeadracePolicy
@@ -63,6 +64,27 @@ def test_what_was_computed_is_found_by_the_next():
     first, second = fleet.run(requests, lambda request: RoutePlan(0, 1, 0.35))
     assert (first.device_tokens, second.device_tokens) == (0, 300)
     assert second.ttft_s == pytest.approx(0.150 + 0.0001 + 0.010, rel=0.01)
+
+
+@pytest.mark.parametrize(("near_tokens", "found"), [(10_000, 400), (500, 0)])
+def test_a_prompt_that_came_before_is_found_up_to_its_last_block_if_the_window_before_that_is_here(
+    near_tokens: int, found: int
+):
+    """The window is two blocks. The prompt between takes three of five near parts: those of 4 and 5 are left, and what
+    is read before block 5 is 3 and 4. Fails if the last block is found, too, with a window of its own."""
+    model = replace(ONE_EACH, window_tokens=2 * BLOCK + 1, near_tokens=near_tokens)
+    fleet = SimulatedFleet(model, block_tokens=BLOCK)
+    chains = ((1, 2, 3, 4, 5), (21, 22, 23), (1, 2, 3, 4, 5))
+    requests = [SimulatedRequest(n, 5.0 * n, len(chain) * BLOCK, 11, chain, 0) for n, chain in enumerate(chains)]
+    outcomes = fleet.run(requests, lambda request: RoutePlan(0, 1, 0.5))
+    assert [outcome.device_tokens for outcome in outcomes] == [0, 0, found]
+
+
+@pytest.mark.parametrize("near_tokens", [0, BLOCK - 1])
+def test_a_cluster_whose_windows_have_no_room_is_refused_by_the_fields_name(near_tokens: int):
+    model = replace(ONE_EACH, window_tokens=2 * BLOCK, near_tokens=near_tokens)
+    with pytest.raises(InvalidRequest, match="near_tokens must be at least a block's 100"):
+        SimulatedFleet(model, block_tokens=BLOCK)
 
 
 def test_a_queue_is_served_one_at_a_time():
@@ -149,6 +171,14 @@ def test_goodput_is_the_requests_in_time_over_the_seconds_until_the_last_token(i
     requests = [make_request(0, 0.0, (1, 2, 3)), make_request(1, 10.0, (4, 5, 6))]
     result = replay_routing(requests, model, ROUTING_POLICIES["least-work"], block_tokens=BLOCK, load=0.0)
     assert result.goodput_per_s == pytest.approx(good / 10.46, rel=0.01)
+
+
+def test_goodput_ends_with_the_last_token_however_late_an_end_was_foreseen():
+    """Beside a prompt steps take 0.52 s, so that the first one's end is foreseen after 480 s; it comes after 10.4 s."""
+    model = replace(ONE_EACH, prefill_workers=0, decode_workers=0, mixed_workers=1)
+    requests = [make_request(0, 0.0, (1,), output=1_000), make_request(1, 1.0, (2, 3), output=1)]
+    result = replay_routing(requests, model, ROUTING_POLICIES["least-work"], block_tokens=BLOCK, load=0.0)
+    assert result.goodput_per_s == pytest.approx(2 / 10.4, rel=0.01)
 
 
 def test_waiting_longer_outweighs_being_short():
