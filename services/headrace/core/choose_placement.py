@@ -6,8 +6,9 @@
 C is a worker's prefill cost, [own) what it has itself, [lo, hi) what it fetches while its queue drains and it computes
 [own, lo). T_queue is what a worker computes before the prompt; those that wait there and are computed after it, since
 they rank behind it, wait for its work as well. `price` puts a value on GPU time when no worker is free: spare workers
-make it 0. Among placements within `TIE_S` of the best, the rendezvous hash of the first block that all of them would
-compute decides, so that equal prompts meet.
+make it 0. Among placements within `TIE_S` of the best, the rendezvous hash of the first block that every worker would
+compute decides, so that equal prompts meet. Every worker, not only those within `TIE_S`: with these alone the
+simulator's p90 moved by -1.7 % to +2.0 %, and in three of four runs less was found.
 
 Knows arrays only: who the workers are, what the numbers came from and what happens next are the caller's.
 """

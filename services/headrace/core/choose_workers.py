@@ -258,9 +258,9 @@ def _least_first(values: Floats, count: int) -> Ints:
 
 def _tie_key(request: GenerateRequest, spared_blocks: int) -> int:
     """Requests of one affinity key meet; others by the first block that whoever is chosen computes, which equal prompts
-    have in common. Every gateway agrees without asking, and a worker that comes or goes moves only the keys that it
-    wins or won. The trust group is hashed with the key, so that no tenant can tell or choose where another one's
-    requests go; lengths keep the parts apart."""
+    have in common. Gateways that know the same agree without asking, and a worker that comes or goes moves only the
+    keys that it wins or won. The trust group is hashed with the key, so that no tenant can tell or choose where another
+    one's requests go; lengths keep the parts apart."""
     chain, key = request.prompt.chain, request.cache.affinity_key
     if key:
         parts = [part.encode() for part in (request.trust_group, key)]
