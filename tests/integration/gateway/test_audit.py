@@ -148,6 +148,28 @@ async def test_a_change_is_carried_out_to_its_end_when_its_caller_leaves_however
     assert done == ["line"]
 
 
+@pytest.mark.parametrize(("error", "has_stack"), [(InvalidRequest("no such node"), False), (ValueError("a bug"), True)])
+async def test_how_a_change_failed_is_in_the_log_when_its_caller_had_left(caplog, error, has_stack):
+    """Fails when nobody can tell why a change that was begun is done on some holders only."""
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def change():
+        begun.set()
+        await may_end.wait()
+        raise error
+
+    calling = asyncio.create_task(carry_out(change()))
+    await begun.wait()
+    calling.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    (record,) = [record for record in caplog.records if record.name == "headrace.gateway.carry_out"]
+    assert "change failed after its caller left" in record.getMessage()
+    assert str(error) in record.getMessage()
+    assert bool(record.exc_info) == has_stack
+
+
 async def test_refused_keys_leave_lines_and_counts_over_both_apis_and_no_key_is_in_them(model_path, caplog):
     """Fails when somebody who tries keys is not seen, or what was tried is written down."""
     caplog.set_level("INFO")
