@@ -25,7 +25,7 @@ from headrace.gateway.drain_node import drain_node
 from headrace.gateway.evict_everywhere import evict_everywhere
 from headrace.gateway.examine_system import examine_system
 from headrace.gateway.explain_route import explain_route
-from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
+from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
 from headrace.gateway.list_everywhere import list_everywhere, name_blocks
 from headrace.gateway.list_tenants import list_tenants
 from headrace.gateway.move_block import move_block, read_block
@@ -260,7 +260,10 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         await self._service.refresh()
         work = [ask(node) for node in await self._service.membership.store_nodes()]
         work += [ask_worker(worker) for worker in self._service.table.records()]
-        return admin_pb2.StatReply(holders=[holder for reply in await all_of(work) for holder in reply])
+        stats = [holder for reply in await all_of(work) for holder in reply]
+        for holder in self._fleet.elsewhere():
+            stats.append(admin_pb2.HolderStat(holder=holder, tier=Tier.DEVICE.value, error=IS_ELSEWHERE))
+        return admin_pb2.StatReply(holders=stats)
 
     async def _stat_of_own(self, scope: AdminScope) -> admin_pb2.StatReply:
         """Each holder as if it held the caller's blocks and nothing else: what others hold must not show, not even as

@@ -10,7 +10,7 @@ from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import EvictReport, EvictSelector
 from headrace.core.members import StoreNodeRecord, WorkerRecord
-from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
+from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
 from headrace.wire.render import render_selector
 from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
@@ -29,7 +29,8 @@ async def evict_everywhere(
         own = fleet.for_worker(worker, selectors)
         if own:
             work.append(_evict_on_worker(fleet, worker, own, dry_run))
-    return await all_of(work)
+    elsewhere = fleet.elsewhere(holders, selectors)
+    return await all_of(work) + [_nothing_evicted(holder, dry_run, error=IS_ELSEWHERE) for holder in elsewhere]
 
 
 async def _evict_on_node(
@@ -61,8 +62,10 @@ async def _evict_on_worker(
     return report
 
 
-def _nothing_evicted(holder: str, dry_run: bool) -> EvictReport:
-    return EvictReport(holder=holder, blocks=0, tokens=0, bytes=0, skipped_leased_blocks=0, dry_run=dry_run)
+def _nothing_evicted(holder: str, dry_run: bool, error: str = "") -> EvictReport:
+    return EvictReport(
+        holder=holder, blocks=0, tokens=0, bytes=0, skipped_leased_blocks=0, dry_run=dry_run, error=error
+    )
 
 
 def _rest(selector: EvictSelector, report: EvictReport) -> EvictSelector:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from headrace.core.block import HolderId
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.generation import ControlReport, DeviceListing, EvictSelector
@@ -27,6 +28,8 @@ Result = TypeVar("Result")
 
 TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
 
+IS_ELSEWHERE = "it is of another Ray cluster; ask a gateway of that one"
+
 
 class Fleet:
     """One gateway's view of all holders. `channel_to` gives the gRPC channel to an address."""
@@ -36,9 +39,11 @@ class Fleet:
         self._channel_to = channel_to
 
     async def holders(self, named: Sequence[str]) -> tuple[list[StoreNodeRecord], list[WorkerRecord]]:
-        """The live holders of these names; all of them when none is named. Raises InvalidRequest for an unknown one."""
+        """The live holders of these names that can be asked; all of them when none is named. Raises InvalidRequest for
+        an unknown one."""
         nodes, workers = await self.service.membership.store_nodes(), self.service.table.records()
         live = [*(node.holder_id for node in nodes), *(worker.holder_id for worker in workers)]
+        live += [worker.holder_id for worker in self.service.workers_elsewhere()]
         unknown = [name for name in named if name not in live]
         if unknown:
             raise InvalidRequest(
@@ -48,6 +53,15 @@ class Fleet:
             [node for node in nodes if not named or node.holder_id in named],
             [worker for worker in workers if not named or worker.holder_id in named],
         )
+
+    def elsewhere(self, named: Sequence[str] = (), selectors: Sequence[EvictSelector] | None = None) -> list[HolderId]:
+        """Those of `holders` that cannot be asked (IS_ELSEWHERE says why), as far as the selectors can mean what they
+        hold: whoever asks everybody names them too."""
+        return [
+            worker.holder_id
+            for worker in self.service.workers_elsewhere()
+            if (not named or worker.holder_id in named) and (selectors is None or self.for_worker(worker, selectors))
+        ]
 
     async def node_named(self, holder: str) -> StoreNodeRecord:
         """The live store node of that holder name. Raises InvalidRequest."""

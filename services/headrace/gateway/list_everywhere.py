@@ -8,7 +8,7 @@ from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import EvictSelector
 from headrace.core.members import StoreNodeRecord, WorkerRecord
-from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
+from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
 from headrace.gateway.name_accounts import account_of
 from headrace.wire.render import render_block, render_selector
 from headrace.wire.status import error_of_call, message_of
@@ -41,6 +41,8 @@ async def list_everywhere(
         whole.blocks.extend(reply.blocks[: limit - len(whole.blocks)])
         whole.errors.extend(reply.errors)
         whole.total_blocks += reply.total_blocks
+    for holder in fleet.elsewhere(holders, selectors):
+        whole.errors.add(holder=holder, error=IS_ELSEWHERE)
     return whole
 
 

@@ -15,7 +15,7 @@ from headrace.core.generation import ControlOutcome, ControlReport, EvictSelecto
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.core.retention import checked_ttl
 from headrace.gateway.admin_scope import AdminScope
-from headrace.gateway.fleet import TIMEOUT_S, Fleet, all_of
+from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
 from headrace.wire.render import render_control_report, render_selector
 from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
@@ -68,6 +68,9 @@ async def order_prefix(
     if not order.is_taken_back and all(_is_not_held(report) for report in reports):
         for report in reports:
             report.why = report.why or NONE_HOLDS_IT
+    if rpc == "SetTtl":
+        elsewhere = fleet.elsewhere(request.selector.holders, selectors)
+        reports += [admin_pb2.ControlReport(holder=holder, error=IS_ELSEWHERE) for holder in elsewhere]
     return admin_pb2.ControlReply(reports=reports)
 
 

@@ -69,6 +69,10 @@ class SeenMembership:
         """Those of the last reading; none before the first."""
         return [record for record in self._there.get(StoreNodeRecord, ()) if isinstance(record, StoreNodeRecord)]
 
+    def last_workers(self) -> list[WorkerRecord]:
+        """As `last_store_nodes`."""
+        return [record for record in self._there.get(WorkerRecord, ()) if isinstance(record, WorkerRecord)]
+
     def last_gateways(self) -> list[GatewayRecord]:
         """As `last_store_nodes`."""
         return [record for record in self._there.get(GatewayRecord, ()) if isinstance(record, GatewayRecord)]

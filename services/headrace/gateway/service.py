@@ -24,6 +24,7 @@ from headrace.core.limits import (
     WORKER_TABLE_PAUSE_MS,
     WORKER_TABLE_REFRESH_MS,
 )
+from headrace.core.members import WorkerRecord
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
 from headrace.core.rate_limits import RateAccounts
 from headrace.core.sequence_room import SequenceRoom
@@ -202,6 +203,10 @@ class GatewayService:
     def models(self) -> tuple[ServedModel, ...]:
         """Models that are served now."""
         return self.table.models()
+
+    def workers_elsewhere(self) -> list[WorkerRecord]:
+        """Workers of other Ray clusters with the same index, as last read: only their own gateways can call them."""
+        return [worker for worker in self.membership.last_workers() if worker.ray_cluster != self._ray_cluster]
 
     async def refresh(self) -> None:
         """Read the workers once. When that fails the table stays as it is: dead workers show by failing calls."""

@@ -1,11 +1,12 @@
 """Admin calls over real store nodes and in-process workers: what is reported is what was done, holder by holder."""
 
 import json
+from dataclasses import replace
 
 import grpc
 import pytest
 from admin_kit import admin_over, keep_on_device, store_text, token_ids_of
-from tiny_gateway import BLOCK_TOKENS, make_namespace
+from tiny_gateway import BLOCK_TOKENS, make_namespace, make_worker_record
 
 from headrace.blocks.host_arena import UNIT_BYTES
 from headrace.core.errors import IndexUnavailable, WorkerUnavailable
@@ -103,6 +104,28 @@ async def test_holders_that_do_not_answer_are_reported_and_the_others_still_do_t
         assert stats["node:n9"].error
         assert stats["node:n1"].total_blocks == 16
         assert (stats["worker:d0"].tier, stats["worker:d0"].free_blocks) == ("device", 1_000)
+
+
+async def test_workers_of_another_ray_cluster_are_named_by_every_call_that_would_reach_them(model_path):
+    """Fails when who evicts what a user sent, say, takes it for gone while the other cluster's workers keep it."""
+    async with admin_over(model_path, "n1") as admin:
+        store_text(admin.kits["n1"], "sharedhead")
+        theirs = make_worker_record("theirs", ray_cluster="green")
+        others = replace(theirs, worker_id="others", namespace=make_namespace(weights_digest="other"))
+        for record in (theirs, others):
+            await admin.gateway.membership.announce(record, ttl_ms=60_000)
+        ttl = admin_pb2.SetTtlRequest(selector=admin_pb2.Selector(prefix_text="sharedhead"), ttl_s=60)
+        stat = (await admin.stub.Stat(admin_pb2.StatRequest())).holders
+        assert {each.holder for each in stat if each.error} == {"worker:theirs", "worker:others"}
+        ordered = (await admin.stub.SetTtl(ttl)).reports
+        listed = (await admin.list_blocks(model="tiny")).errors
+        evicted = (await admin.evict(model="tiny")).values()
+        for replies in (ordered, listed, evicted):
+            errors = {each.holder: each.error for each in replies if each.error}
+            assert set(errors) == {"worker:theirs"}
+            assert "another Ray cluster" in errors["worker:theirs"]
+        (named,) = (await admin.evict(holders=["worker:theirs"])).values()
+        assert "another Ray cluster" in named.error
 
 
 async def test_blocks_are_listed_with_model_and_text_up_to_the_limit(model_path):
