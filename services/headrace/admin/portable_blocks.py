@@ -28,7 +28,7 @@ REPORT_EVERY_BLOCKS = 100
 
 
 @click.command("export", short_help="Write prefixes into a file.")
-@click.argument("file", type=OutputFile())
+@click.argument("file", type=OutputFile(is_replaced=True))
 @selector_options
 @address_option
 @json_option

@@ -63,6 +63,8 @@ MODULES_NEEDED: dict[str, tuple[str, ...]] = {
 # Tokens that `verify` generates after each prompt: enough for differences to show, few enough for minutes.
 REUSE_TOKENS, CODEC_TOKENS = 200, 48
 
+VERIFY_PLOT = "headrace-verify.png"
+
 
 def load_function(path: str, *, command: str, extra: str) -> Callable[..., Any]:
     """`package.module:function`, imported now. Raises ExtraMissing when a module that the command needs is missing."""
@@ -169,7 +171,7 @@ def store_node(*, flags: dict[str, Any], config_file: str | None, remove_arena_o
     default=None,
     help="Tokens to generate each. Default: 200; 48 with --codec.",
 )
-@click.option("--plot", type=OutputFile(PLOT_ENDINGS), default="headrace-verify.png", help="Where the plot goes.")
+@click.option("--plot", type=OutputFile(PLOT_ENDINGS), help=f"Where the plot goes. Default: {VERIFY_PLOT}.")
 @click.option(
     "--codec",
     type=click.Choice([codec.value for codec in KvCodec if codec is not KvCodec.RAW]),
@@ -182,7 +184,7 @@ def verify(
     flags: dict[str, Any],
     config_file: str | None,
     generated_tokens: int | None,
-    plot: Path,
+    plot: Path | None,
     codec: str | None,
     as_json: bool,
 ) -> None:
@@ -208,6 +210,7 @@ def verify(
     if codec is not None:
         _verify_codec(config, codec, generated_tokens or CODEC_TOKENS, as_json=as_json)
         return
+    plot = plot or OutputFile(PLOT_ENDINGS).convert(VERIFY_PLOT, None, None)  # with --codec nothing is drawn
     verify_reuse = load_function("headrace.verify.verify_reuse:verify_reuse", command="verify", extra="all")
     found = verify_reuse(config, generated_tokens=generated_tokens or REUSE_TOKENS, plot=plot, report=say)
     if as_json:

@@ -77,6 +77,49 @@ def test_bad_input_is_told_with_the_exit_code_of_its_class(run, code, words):
     assert "rror: " in done.stderr
 
 
+# Runs `headrace ...` in a directory that may not be written. Root may write anywhere, so `access`, which asks for the
+# real user, gets another one. Ends at the first use of torch.
+IN_A_CLOSED_DIRECTORY = """
+import os, sys
+os.chdir(sys.argv.pop(1))
+if os.geteuid() == 0:
+    os.setreuid(65534, 0)
+class Spy:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("computes", flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Spy())
+from headrace.admin.cli import main
+main()
+"""
+CLOSED = "nothing can be written to the directory"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["verify"], CLOSED),
+        (["verify", "--codec", "int8"], "computes"),
+        (["cache", "export", "there.hrx", "--address", "127.0.0.1:1"], CLOSED),
+    ],
+    ids=["a plot by default", "no plot", "a file that is replaced"],
+)
+def test_a_directory_that_may_not_be_written_is_told_at_once_and_only_where_a_file_would_go_there(
+    tmp_path, words, told
+):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "there.hrx").touch()
+    (closed / "there.hrx").chmod(0o666)
+    closed.chmod(0o555)
+    command = [sys.executable, "-c", IN_A_CLOSED_DIRECTORY, str(closed), *words]
+    bare = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=60)
+    assert told in done.stdout + done.stderr
+    assert done.returncode == (2 if told == CLOSED else 0)
+
+
 def test_a_key_that_is_no_text_is_no_key(run):
     assert run("tenants", "hash-key", input=b"ab\xff\n").exit_code == 3
 
