@@ -36,7 +36,7 @@ class Together:
     token_equal: bool
     bit_equal: bool
     num_batched_steps: int  # of several sequences at once
-    num_cut_pieces: int  # of prompts that were computed in several steps: each piece but the last
+    num_cut_pieces: int  # of prompts computed in several steps: each piece but the last, none that is computed again
     num_preemptions: int
     num_shared_blocks: int
     num_drafted_tokens: int
@@ -80,6 +80,7 @@ class _WatchedRunner:
         self._runner = runner
         self.num_batched_steps = 0
         self.num_cut_pieces = 0
+        self._computed: set[tuple[int, int]] = set()  # (position, token id)
 
     @property
     def row_multiple(self) -> int:
@@ -89,7 +90,11 @@ class _WatchedRunner:
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """As ModelRunner.run_step."""
         self.num_batched_steps += len(steps) > 1
-        self.num_cut_pieces += sum(step.num_logits == 0 for step in steps)
+        for step in steps:
+            tokens = set(enumerate(step.token_ids, step.start))
+            # What was preempted is computed again, in pieces too: those show nothing of how prompts are cut.
+            self.num_cut_pieces += step.num_logits == 0 and not tokens <= self._computed
+            self._computed |= tokens
         return self._runner.run_step(steps)
 
 

@@ -5,14 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from tiny_model import make_tiny_model
 
 from headrace.admin.cli import main
 from headrace.core.generation import CachedTokens
+from headrace.engine.model_runner import SequenceStep
 from headrace.verify.measure_kv_cache import KvCacheComparison
 from headrace.verify.report import PATHS, PathRun, VerifyReport
-from headrace.verify.verify_together import Together
+from headrace.verify.verify_together import Together, _WatchedRunner
 
 SETTINGS = ["--block-tokens=16", "--torch-threads=1"]
 
@@ -118,6 +120,24 @@ def test_company_that_changes_an_answer_or_was_none_makes_the_whole_not_equal(ch
     report = make_report(together=make_together(**changed))
     assert not report.equal
     assert verdict in report.verdict()
+
+
+def test_pieces_of_what_is_computed_again_do_not_count_as_a_cut_prompt():
+    """Fails when a preemption alone makes it seem that prompts were cut."""
+
+    class NoRunner:
+        def run_step(self, steps):
+            return torch.zeros(0)
+
+    def piece(start, stop, num_logits=0):
+        return SequenceStep(tuple(range(start, stop)), start, (), num_logits)
+
+    watched = _WatchedRunner(NoRunner())
+    for step in (piece(0, 100, num_logits=1), piece(0, 48), piece(48, 90), piece(90, 101, num_logits=1)):
+        watched.run_step([step])
+    assert watched.num_cut_pieces == 0
+    watched.run_step([piece(80, 128)])
+    assert watched.num_cut_pieces == 1
 
 
 def test_a_report_whose_runs_are_all_equal_is_equal():
