@@ -19,8 +19,12 @@ TORCH_ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",  # large tensors in huge pages where the kernel has any: see collapse_pages.py
 }
 
+# Those that this process has of us and not of its user.
+names_set_here: set[str] = set()
+
 
 def set_torch_environment() -> None:
     """Before torch is imported; afterwards it changes nothing."""
+    names_set_here.update(name for name in TORCH_ENVIRONMENT if name not in os.environ)
     for name, value in TORCH_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.core.errors import InvalidRequest
-from headrace.torch_environment import TORCH_ENVIRONMENT
+from headrace.torch_environment import names_set_here
 
 # Loading on a slow disk takes minutes; more than this is a process that hangs.
 LOAD_TIMEOUT_S = 600.0
@@ -141,8 +141,8 @@ def running_vllm(
     has no vllm, or fails: it says with which words.
     """
     asked = {"path": str(model), "dtype": dtype, "tokens_max": tokens_max, "batch_max": batch_max}
-    # How our threads wait is no matter of vLLM's, which runs as it would alone.
-    environment = {name: value for name, value in os.environ.items() if name not in TORCH_ENVIRONMENT} | {
+    # How our threads wait is no matter of vLLM's, which runs as it would alone: as the user has it.
+    environment = {name: value for name, value in os.environ.items() if name not in names_set_here} | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
