@@ -76,6 +76,7 @@ def launch_local(config: Config, *, report: Report) -> InstanceState:
         instance_id = secrets.token_hex(4)
         write_private(state_dir / CONFIG_FILE, json.dumps(config_to_flat(config)))
         write_private(state_dir / PROGRESS_FILE, "")
+        report(f"starting; all parts log to {state_dir / LOG_FILE}")
         supervisor = _spawn_supervisor(state_dir, instance_id)
         try:
             return _follow(supervisor, state_dir, report)
