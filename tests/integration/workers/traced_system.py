@@ -150,12 +150,13 @@ class ComposedSystem:
     node: StoreNode
     calls: CallsHere = field(default_factory=CallsHere)
 
-    async def complete(self, prompt: str, *, max_tokens: int = 3, **headers: str) -> Any:
-        """One completion through the HTTP API; the reply."""
+    async def complete(self, prompt: str, *, max_tokens: int = 3, control: Any = None, **headers: str) -> Any:
+        """One completion through the HTTP API; the reply. control: fields of Headrace's own."""
         transport = ASGITransport(self.gateway.http_app)
         async with AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as http:
             model = self.gateway._service.models()[0].name
-            body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+            asked = {"max_tokens": max_tokens, "temperature": 0, "headrace": control or {}}
+            body = {"model": model, "prompt": prompt, **asked}
             return await http.post("/v1/completions", json=body, headers=headers)
 
     async def published(self) -> None:
@@ -199,7 +200,11 @@ async def composed_system(
         running.push_async_callback(gateway.stop)
         system = ComposedSystem(gateway, node, calls)
         async with asyncio.timeout(60):
-            while not (gateway._service.ready() and len(gateway._service.table.live()) == 2):
+            # A worker announces itself before it knows its node, and is handed nothing then: which node it is beside it
+            # says with its next record.
+            while (
+                not gateway._service.ready() or [w.store_node for w in gateway._service.table.live()] != ["node-1"] * 2
+            ):
                 await gateway._service.refresh()
                 await asyncio.sleep(0.02)
             table = calls.workers[WorkerId("prefill-1")]._worker._node_table
