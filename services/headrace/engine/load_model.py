@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import transformers
@@ -63,6 +64,8 @@ CODE_FILES = (
 )
 
 Report = Callable[[str], None]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,22 @@ class LoadedModel:
         return self.kv.near_window if isinstance(self.kv, LayeredKV) else EVERYTHING
 
 
+def _in_a_thread_that_ends(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Has the function run in a thread of its own, and with it end the threads that torch starts for it.
+
+    Where more of those are left than there are cores, idle or not, OpenMP lets none spin while it waits: the step
+    thread's would then sleep between any two operators, and steps on two threads took 37 ms instead of 22.
+    """
+
+    @wraps(function)
+    def run(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        with ThreadPoolExecutor(1, thread_name_prefix="headrace-load") as thread:
+            return thread.submit(function, *args, **named).result()
+
+    return run
+
+
+@_in_a_thread_that_ends
 def load_model(
     settings: ModelSettings,
     engine: EngineSettings,
@@ -105,26 +124,7 @@ def load_model(
 
     `report` gets lines for people: what takes long, and whether exactness holds. Raises ModelRefused (what is wrong
     with the model, and the remedy) or ConfigInvalid.
-
-    It is loaded in a thread that then ends, and with it the threads that torch started for it. Where more of those
-    are left than there are cores, idle or not, OpenMP lets none spin while it waits: the step thread's would then sleep
-    between any two operators, and steps on two threads took 37 ms instead of 22.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="headrace-load") as loading:
-        return loading.submit(
-            _load, settings, engine, trust_group=trust_group, hash_algorithm=hash_algorithm, report=report
-        ).result()
-
-
-def _load(
-    settings: ModelSettings,
-    engine: EngineSettings,
-    *,
-    trust_group: str,
-    hash_algorithm: HashAlgorithm,
-    report: Report,
-) -> LoadedModel:
-    """As `load_model`, in the calling thread, whose number of torch's threads it sets."""
     name, path = find_model(settings, report=report)
     config = _read_config(name, path)
     check_family(name, config)

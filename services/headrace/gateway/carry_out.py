@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from headrace.core.errors import HeadraceError
+from headrace.transfer.run_in_thread import until_done
 
 log = logging.getLogger(__name__)
 
@@ -17,16 +18,11 @@ async def carry_out(change: Coroutine[Any, Any, Result]) -> Result:
     """Await it. Cancelling this waits for its end, which must be bounded, and then raises CancelledError. If the change
     failed, the log says how: nobody else is left to be told."""
     changing = asyncio.create_task(change)
-    left: asyncio.CancelledError | None = None
-    while not changing.done():
-        try:
-            await asyncio.wait([changing])
-        except asyncio.CancelledError as cancelled:
-            left = cancelled
-    if left is not None:
+    try:
+        return await until_done(changing)
+    except asyncio.CancelledError:
         if not changing.cancelled() and (failed := changing.exception()) is not None:
             is_told = isinstance(failed, HeadraceError)  # others are bugs, of which the stack is wanted
             name = getattr(change, "__qualname__", "a change")
             log.warning("%s failed after its caller left: %s", name, failed, exc_info=None if is_told else failed)
-        raise left
-    return changing.result()
+        raise
