@@ -8,7 +8,9 @@ import pytest
 from headrace.core.block import CacheSource
 from headrace.core.generation import CacheControl, CachedTokens, EvictSelector
 
+from .conftest import meet
 from .gateway_kit import load_again
+from .priced_steps import PricedSteps
 
 B = 8
 
@@ -61,11 +63,15 @@ async def test_the_same_prompt_again_and_again_and_eight_at_once(store_node, mak
 
 
 async def test_equal_prompts_that_arrive_together_are_computed_once_and_counted_so(store_node, make_worker, prompts):
-    """Fails when several of them compute the prefix, or when usage says otherwise than what was computed for each."""
+    """Fails when several of them compute the prefix, or when usage says otherwise than what was computed for each.
+
+    All are there before the first step: one that comes later may rightly load what was published until then.
+    """
     token_ids = prompts(6 * B + 2, salt=8)
-    worker = await make_worker("worker")
+    steps = PricedSteps()
+    worker = await make_worker("worker", steps=steps)
     cold = await worker.cold(token_ids)
-    replies = await asyncio.gather(*(worker.decode(token_ids) for _ in range(8)))
+    replies = await meet(worker, steps, [worker.decode(token_ids) for _ in range(8)])
     assert all(reply.same_answer_as(cold) for reply in replies)
     cached = sorted((reply.cached.device, reply.cached.total) for reply in replies)
     assert cached == [(0, 0)] + [(6 * B, 6 * B)] * 7
