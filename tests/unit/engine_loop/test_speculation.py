@@ -244,7 +244,7 @@ async def test_a_looked_up_draft_finds_what_repeats_itself(make_engine: MakeEngi
 def small_runner(model: LoadedModel) -> LoadedModel:
     """The same weights with a pool of their own: a draft model that is always right."""
     kv = PagedKV(model.kv.layout, 40)
-    runner = ModelRunner(model.runner.model, kv, row_multiple=4, threads=1)
+    runner = ModelRunner(model.runner.model, kv, row_multiple=model.runner.row_multiple, threads=1)
     return replace(model, kv=kv, runner=runner)
 
 

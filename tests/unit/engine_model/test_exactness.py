@@ -27,6 +27,9 @@ def make_exact_model(case="llama", dtype=torch.float32, *, form="fused"):
         fuse_layers(model)
     if form != "plain":
         pack_linears(model)
+    rows = find_exact_rows(model, make_layout(model, 16), threads=1)
+    assert rows is not None
+    model.exact_row_multiple = rows.row_multiple
     return model
 
 
@@ -36,7 +39,9 @@ def make_layout(model, block_tokens, codec="raw"):
     return KvLayout(str(model.dtype)[6:], len(probe.shapes), kv_heads, head_dim, block_tokens, codec)
 
 
-def make_runner(model, block_tokens, *, row_multiple=4, codec="raw"):
+def make_runner(model, block_tokens, *, row_multiple=None, codec="raw"):
+    """row_multiple: as the self-test at load has found it for this machine's libraries, unless one is named."""
+    row_multiple = row_multiple or model.exact_row_multiple
     layout = make_layout(model, block_tokens, codec)
     return ModelRunner(model, PagedKV(layout, POOL_TOKENS // block_tokens), row_multiple=row_multiple, threads=0)
 
