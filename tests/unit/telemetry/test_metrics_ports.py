@@ -4,6 +4,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from free_ports import free_ports
 
 from headrace.core.errors import ConfigInvalid
 from headrace.core.telemetry_limits import METRICS_PORTS
@@ -24,22 +25,9 @@ def serve(running: list[MetricsServer], ports) -> MetricsServer:
     return running[-1]
 
 
-def three_free_ports(running: list[MetricsServer]) -> int:
-    """The first of three ports in a row that are free now."""
-    for first in range(29_000, 31_000, 3):
-        try:
-            servers = [start_metrics_server(Metrics().registry, "127.0.0.1", (first + number,)) for number in range(3)]
-        except ConfigInvalid:
-            continue
-        for server in servers:
-            server.close()
-        return first
-    raise AssertionError("no three free ports")
-
-
 def test_the_parts_of_a_host_take_the_first_free_ports_after_its_store_nodes(running):
     """Fails when the one worker of a pod is not at the port that a monitor names, or two parts collide."""
-    first = three_free_ports(running)
+    first = free_ports(3)[0]
     assert serve(running, (first,)).port == first
     ports = [serve(running, other_metrics_ports(first)).port for _ in range(2)]
     assert ports[0] == first + 1
