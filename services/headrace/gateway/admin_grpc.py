@@ -5,7 +5,7 @@ out silently. Prefixes given as text or token ids are tokenised and hashed here,
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -17,8 +17,9 @@ from headrace.core.generation import EvictReport, EvictSelector, HolderStat
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.admin_scope import AdminScope, admin_scope
+from headrace.gateway.answer_evict import answer_evict
 from headrace.gateway.answer_why_miss import answer_why_miss
-from headrace.gateway.audit_log import asked_of, audit
+from headrace.gateway.audit_log import ChangeEnd, asked_of, audit, audited_change
 from headrace.gateway.authenticate import authorization_of
 from headrace.gateway.carry_out import carry_out
 from headrace.gateway.drain_node import drain_node
@@ -28,16 +29,14 @@ from headrace.gateway.explain_route import explain_route
 from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
 from headrace.gateway.list_everywhere import list_everywhere, name_blocks
 from headrace.gateway.list_tenants import list_tenants
-from headrace.gateway.move_block import move_block, read_block
+from headrace.gateway.move_block import NO_ROOM, move_block, read_block
 from headrace.gateway.order_prefix import order_prefix
 from headrace.gateway.peer_gateways import PeerGateways
-from headrace.gateway.price_eviction import count_hits, price_eviction
 from headrace.gateway.refuse_call import RefuseCall, telling
 from headrace.gateway.seen_members import GoneMember
 from headrace.gateway.service import GatewayService
 from headrace.gateway.set_quota import set_quota
 from headrace.wire.render import (
-    render_evict_report,
     render_gateway,
     render_holder_stat,
     render_store_node,
@@ -47,8 +46,6 @@ from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc
 
 Reply = TypeVar("Reply")
-
-ORDER_NAMES = {"Pin": "pin", "Unpin": "unpin", "SetTtl": "set ttl"}  # of RPCs, in audit lines
 
 
 class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
@@ -80,7 +77,7 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def Evict(self, request: admin_pb2.EvictRequest, grpc_context: Any) -> admin_pb2.EvictReply:
         """Evict (dry: count) on every holder."""
-        return await self._change(grpc_context, lambda scope: self._evict(request, scope))
+        return await self._change(grpc_context, lambda scope: answer_evict(self._fleet, scope, request))
 
     async def Status(self, request: admin_pb2.StatusRequest, grpc_context: Any) -> admin_pb2.StatusReply:
         """Who is there. When the membership service is away: who was there last, and that it is away."""
@@ -115,15 +112,15 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def Pin(self, request: admin_pb2.PinRequest, grpc_context: Any) -> admin_pb2.ControlReply:
         """Keep a prefix on every node that holds it."""
-        return await self._change(grpc_context, lambda scope: self._order("Pin", request, scope))
+        return await self._change(grpc_context, lambda scope: order_prefix(self._fleet, "Pin", request, scope))
 
     async def Unpin(self, request: admin_pb2.PinRequest, grpc_context: Any) -> admin_pb2.ControlReply:
         """Take a pin back on every node."""
-        return await self._change(grpc_context, lambda scope: self._order("Unpin", request, scope))
+        return await self._change(grpc_context, lambda scope: order_prefix(self._fleet, "Unpin", request, scope))
 
     async def SetTtl(self, request: admin_pb2.SetTtlRequest, grpc_context: Any) -> admin_pb2.ControlReply:
         """Have a prefix go at a moment, or take such an order back."""
-        return await self._change(grpc_context, lambda scope: self._order("SetTtl", request, scope))
+        return await self._change(grpc_context, lambda scope: order_prefix(self._fleet, "SetTtl", request, scope))
 
     async def ListTenants(self, request: admin_pb2.ListTenantsRequest, grpc_context: Any) -> admin_pb2.ListTenantsReply:
         """Tenants, their budgets and what they have on each node."""
@@ -146,18 +143,13 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         except Exception as error:
             await self._refuse(grpc_context, error)
 
-    async def _order(
-        self, rpc: str, request: admin_pb2.PinRequest | admin_pb2.SetTtlRequest, scope: AdminScope
-    ) -> admin_pb2.ControlReply:
-        reply = await order_prefix(self._fleet, rpc, request, scope)
-        times = {name: getattr(request, name) for name in ("for_s", "ttl_s") if _has(request, name)}
-        effect = {
-            "blocks": sum(report.blocks for report in reply.reports),
-            "bytes": sum(report.bytes for report in reply.reports),
-            "holders": {report.holder: report.error or report.outcome for report in reply.reports},
-        }
-        audit(scope.tenant.name, ORDER_NAMES[rpc], {**asked_of(request.selector), **times}, effect)
-        return reply
+    async def ReadBlock(self, request: admin_pb2.ReadBlockRequest, grpc_context: Any) -> admin_pb2.StoredBlock:
+        """One block's header and payload, of a named node."""
+        return await self._answer(grpc_context, lambda scope: self._read_block(request, scope))
+
+    async def WriteBlock(self, request: admin_pb2.StoredBlock, grpc_context: Any) -> admin_pb2.WriteBlockReply:
+        """Store one block on a named node; it checks everything again."""
+        return await self._change(grpc_context, lambda scope: self._write_block(request, scope))
 
     async def _explain_route(
         self, request: admin_pb2.ExplainRouteRequest, scope: AdminScope
@@ -166,19 +158,13 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def _doctor(self, request: admin_pb2.DoctorRequest, scope: AdminScope) -> admin_pb2.DoctorReply:
         scope.require_all("examine the system")
-        findings = await examine_system(self._fleet, fix=request.fix)
         if request.fix:
-            fixed = {f"{finding.check} {finding.holder}": finding.fixed for finding in findings if finding.fixed}
-            audit(scope.tenant.name, "doctor --fix", {}, fixed)
+            with audited_change(scope.tenant.name, "doctor --fix", {}) as change:
+                findings = await examine_system(self._fleet, fix=True)
+                change.effect = {f"{each.check} {each.holder}": each.fixed for each in findings if each.fixed}
+        else:
+            findings = await examine_system(self._fleet, fix=False)
         return admin_pb2.DoctorReply(findings=[admin_pb2.Finding(**dataclasses.asdict(each)) for each in findings])
-
-    async def ReadBlock(self, request: admin_pb2.ReadBlockRequest, grpc_context: Any) -> admin_pb2.StoredBlock:
-        """One block's header and payload, of a named node."""
-        return await self._answer(grpc_context, lambda scope: self._read_block(request, scope))
-
-    async def WriteBlock(self, request: admin_pb2.StoredBlock, grpc_context: Any) -> admin_pb2.WriteBlockReply:
-        """Store one block on a named node; it checks everything again."""
-        return await self._change(grpc_context, lambda scope: self._write_block(request, scope))
 
     async def _read_block(self, request: admin_pb2.ReadBlockRequest, scope: AdminScope) -> admin_pb2.StoredBlock:
         scope.require_all("export blocks")
@@ -190,10 +176,12 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 
     async def _write_block(self, request: admin_pb2.StoredBlock, scope: AdminScope) -> admin_pb2.WriteBlockReply:
         scope.require_all("import blocks")
-        node = await self._fleet.node_named(request.holder)
-        reply = await move_block(request, node, live=self._live_namespaces(), stub_of=self._fleet.node_stub)
-        asked = {"holder": node.holder_id, "bytes": len(request.payload)}
-        audit(scope.tenant.name, "import block", asked, {"outcome": reply.outcome})
+        asked = {"holder": request.holder, "bytes": len(request.payload)}
+        with audited_change(scope.tenant.name, "import block", asked) as change:
+            node = await self._fleet.node_named(request.holder)
+            reply = await move_block(request, node, live=self._live_namespaces(), stub_of=self._fleet.node_stub)
+            change.effect = {"outcome": reply.outcome}
+            change.ended = ChangeEnd.REFUSED if reply.outcome == NO_ROOM else ChangeEnd.DONE
         return reply
 
     def _live_namespaces(self) -> list[Namespace]:
@@ -273,50 +261,6 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         )
         return admin_pb2.StatReply(holders=[render_holder_stat(_stat_of_report(report)) for report in reports])
 
-    async def _evict(self, request: admin_pb2.EvictRequest, scope: AdminScope) -> admin_pb2.EvictReply:
-        selectors = await self._fleet.resolve(request.selector, scope)
-        holders = request.selector.holders
-        reports = await evict_everywhere(
-            self._fleet, selectors, dry_run=request.dry_run, holders=holders, who=scope.tenant.name
-        )
-        if not request.dry_run:
-            self._audit("evict", request.selector, scope, reports)  # before anything else can fail
-        spaces = dict.fromkeys(EvictSelector(namespace=selector.namespace) for selector in selectors)
-        listing = await list_everywhere(self._fleet, tuple(spaces), limit=LIST_BLOCKS_MAX)
-        price = price_eviction(
-            reports,
-            copies=(block.block_hash for block in listing.blocks),
-            copies_are_all=listing.total_blocks == len(listing.blocks) and not listing.errors,
-            dry_run=request.dry_run,
-        )
-        owners = self._fleet.namespace_to_account()
-        hits = count_hits(reports if request.dry_run else (), listed=listing.blocks, namespace_to_account=owners)
-        measured = self._service.prefill_rate.tokens_per_s
-        source = "configured" if request.tokens_per_s > 0 else "measured" if measured else ""
-        return admin_pb2.EvictReply(
-            reports=[render_evict_report(report) for report in reports],
-            lost_tokens=price.lost_tokens,
-            lost_tokens_at_most=price.at_most,
-            tokens_per_s=request.tokens_per_s if source == "configured" else measured,
-            tokens_per_s_from=source,
-            tenants=[
-                admin_pb2.TenantHit(tenant=hit.account, blocks=hit.blocks, prefixes=hit.prefixes)
-                for hit in hits.accounts
-            ],
-            prefixes=hits.prefixes,
-            hits_at_least=hits.at_least,
-        )
-
-    def _audit(
-        self, what: str, selector: admin_pb2.Selector, scope: AdminScope, reports: Sequence[EvictReport]
-    ) -> None:
-        effect = {
-            "blocks": sum(report.blocks for report in reports),
-            "bytes": sum(report.bytes for report in reports),
-            "holders": {report.holder: report.error or report.blocks for report in reports},
-        }
-        audit(scope.tenant.name, what, asked_of(selector), effect)
-
     async def _status(self, scope: AdminScope) -> admin_pb2.StatusReply:
         scope.require_all("see every worker's load")
         await self._service.refresh()
@@ -336,10 +280,6 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
 def render_gone(gone: GoneMember) -> admin_pb2.GoneMember:
     """One that was there lately."""
     return admin_pb2.GoneMember(member=gone.member, host=gone.host, last_seen_unix_ms=gone.last_seen_unix_ms)
-
-
-def _has(request: Any, name: str) -> bool:
-    return name in request.DESCRIPTOR.fields_by_name and request.HasField(name)
 
 
 def _stat_of_report(report: EvictReport) -> HolderStat:

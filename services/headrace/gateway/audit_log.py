@@ -1,28 +1,90 @@
-"""One line for each admin call that changed something, or read what others sent: who, what, with what effect. Logger
-`headrace.audit`.
+"""One line for each change that an admin call began, or that read what others sent: who, what, how it ended, with what
+effect. Logger `headrace.audit`.
 
-Calls that were refused for their key leave lines too, a second's worth in one: whoever tries keys must be seen, and
-must not fill the disk.
+Calls that were refused for their key or their role began nothing. They leave lines too, a second's worth in one:
+whoever tries keys must be seen, and must not fill the disk.
 """
 
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from headrace.core.clock import Clock
-from headrace.core.errors import PermissionDenied, Unauthenticated
+from headrace.core.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from headrace.core.front_door_limits import AUDIT_CHARS_MAX, AUDIT_PEERS_MAX, AUDIT_REFUSALS_MS, AUDIT_VALUES_MAX
+from headrace.wire.status import message_of
 from headrace.wire.v1 import admin_pb2
 
 log = logging.getLogger("headrace.audit")
 
 
-def audit(who: str, what: str, asked: Mapping[str, object], effect: Mapping[str, object]) -> None:
+class ChangeEnd(StrEnum):
+    """How a change ended."""
+
+    DONE = "done"  # at one holder at least; the effect says what each of them did
+    REFUSED = "refused"  # nothing has changed: it may not be, or cannot be as it was asked for
+    FAILED = "failed"  # part of it may be done: the effect says what is known
+    ABANDONED = "abandoned"  # nobody waited for its end, or the gateway stopped; as FAILED
+
+
+@dataclass(slots=True)
+class AuditedChange:
+    """What is written down of a change under way. `ended`, where it is set, is more than the scope's end tells."""
+
+    asked: dict[str, object]
+    effect: dict[str, object] = field(default_factory=dict)
+    ended: ChangeEnd | None = None
+
+
+@contextmanager
+def audited_change(who: str, what: str, asked: Mapping[str, object]) -> Iterator[AuditedChange]:
+    """The scope of one change, from when its caller is known to have the right: leaves exactly one line, however the
+    scope ends, with why if it ended by an error."""
+    change = AuditedChange(dict(asked))
+    ended, why = ChangeEnd.ABANDONED, ""
+    try:
+        yield change
+        ended = ChangeEnd.DONE
+    except (InvalidRequest, PermissionDenied, Overloaded) as error:
+        ended, why = ChangeEnd.REFUSED, message_of(error)
+        raise
+    except Exception as error:
+        ended, why = ChangeEnd.FAILED, message_of(error)
+        raise
+    finally:
+        audit(who, what, change.asked, change.effect, ended=change.ended or ended, why=why)
+
+
+def ended_at(outcomes: Sequence[str], *, errors: int) -> ChangeEnd:
+    """How a change ended that was given to several holders: their words, and how many of them did not answer.
+
+    Failed if none answered, refused if one refused and none did anything, else done.
+    """
+    if errors and not outcomes:
+        return ChangeEnd.FAILED
+    refused = ChangeEnd.REFUSED in outcomes and ChangeEnd.DONE not in outcomes
+    return ChangeEnd.REFUSED if refused else ChangeEnd.DONE
+
+
+def audit(
+    who: str,
+    what: str,
+    asked: Mapping[str, object],
+    effect: Mapping[str, object],
+    *,
+    ended: ChangeEnd = ChangeEnd.DONE,
+    why: str = "",
+) -> None:
     """Leave the line, as one JSON object; bytes in hex. Prompts are named by their length, never by their text, and of
     what callers name as long as they like there is the beginning."""
     bounded = {name: _beginning(value) for name, value in asked.items()}
-    line = {"who": who, "what": what, "asked": bounded, "effect": effect}
+    line: dict[str, object] = {"who": who, "what": what, "asked": bounded, "ended": ended, "effect": effect}
+    if why:
+        line["why"] = _beginning(why)
     log.info("%s", json.dumps(line, default=lambda value: value.hex() if isinstance(value, bytes) else str(value)))
 
 
@@ -64,6 +126,7 @@ class RefusalLog:
         now_s = self._clock.now_s()
         if self._whys and now_s - self._told_s >= AUDIT_REFUSALS_MS / 1000:
             self._told_s = now_s
-            audit("unknown", "refused", {"peers": sorted(self._peers)}, dict(self._whys))
+            peers = {"peers": sorted(self._peers)}
+            audit("unknown", "refused", peers, dict(self._whys), ended=ChangeEnd.REFUSED)
             self._whys.clear()
             self._peers.clear()

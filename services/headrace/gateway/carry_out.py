@@ -15,14 +15,13 @@ Result = TypeVar("Result")
 
 
 async def carry_out(change: Coroutine[Any, Any, Result]) -> Result:
-    """Await it. Cancelling this waits for its end, which must be bounded, and then raises CancelledError. If the change
-    failed, the log says how: nobody else is left to be told."""
+    """Await it. Cancelling this waits for its end, which must be bounded, and then raises CancelledError. How it ended
+    is in its audit line; a bug is logged with its stack, since nobody is left who would see it."""
     changing = asyncio.create_task(change)
     try:
         return await until_done(changing)
     except asyncio.CancelledError:
-        if not changing.cancelled() and (failed := changing.exception()) is not None:
-            is_told = isinstance(failed, HeadraceError)  # others are bugs, of which the stack is wanted
-            name = getattr(change, "__qualname__", "a change")
-            log.warning("%s failed after its caller left: %s", name, failed, exc_info=None if is_told else failed)
+        failed = None if changing.cancelled() else changing.exception()
+        if failed is not None and not isinstance(failed, HeadraceError):
+            log.error("a change failed after its caller had left", exc_info=failed)
         raise

@@ -12,7 +12,7 @@ import grpc
 from headrace.core.clock import Deadline
 from headrace.core.errors import InvalidRequest
 from headrace.core.members import StoreNodeRecord
-from headrace.gateway.audit_log import audit
+from headrace.gateway.audit_log import AuditedChange, ChangeEnd, audited_change
 from headrace.gateway.fleet import TIMEOUT_S, Fleet
 from headrace.wire.status import error_of_call
 from headrace.wire.v1 import admin_pb2
@@ -25,24 +25,23 @@ async def drain_node(
 
     Raises InvalidRequest for an unknown node, one that is being drained already, and where nobody is left to move to.
     """
-    node = await fleet.node_named(request.holder)
-    order = admin_pb2.DrainRequest(undo=request.undo, without_moving=request.without_moving, who=who)
-    if not (request.undo or request.without_moving):
-        order.peers.extend(await _peers_of(node, fleet))
-    last = admin_pb2.DrainNodeProgress(error="it was not reached")
-    # A drain takes as long as it takes; what is bounded is how long the node may say nothing.
-    call = fleet.node_stub(node).Drain(order)
-    try:
-        while (progress := await _next(call, node, fleet)) is not None:
-            last = progress
-            yield progress
-    except grpc.aio.AioRpcError as failed:
-        last = admin_pb2.DrainNodeProgress(error=failed.details() or str(failed.code()))
-        raise error_of_call(failed) from failed
-    finally:
-        call.cancel()
-        asked = {"holder": node.holder_id, "undo": request.undo, "peers": [peer.node_id for peer in order.peers]}
-        audit(who, "drain", asked, _effect(last))
+    asked = {"holder": request.holder, "undo": request.undo, "without_moving": request.without_moving}
+    with audited_change(who, "drain", asked) as change:
+        node = await fleet.node_named(request.holder)
+        order = admin_pb2.DrainRequest(undo=request.undo, without_moving=request.without_moving, who=who)
+        if not (request.undo or request.without_moving):
+            order.peers.extend(await _peers_of(node, fleet))
+            change.asked["peers"] = [peer.node_id for peer in order.peers]
+        # A drain takes as long as it takes; what is bounded is how long the node may say nothing.
+        call = fleet.node_stub(node).Drain(order)
+        try:
+            while (progress := await _next(call, node, fleet)) is not None:
+                _note(progress, change)
+                yield progress
+        except grpc.aio.AioRpcError as failed:
+            raise error_of_call(failed) from failed
+        finally:
+            call.cancel()
 
 
 async def _peers_of(node: StoreNodeRecord, fleet: Fleet) -> list[admin_pb2.DrainPeer]:
@@ -63,12 +62,15 @@ async def _next(call: Any, node: StoreNodeRecord, fleet: Fleet) -> admin_pb2.Dra
     return None if progress is grpc.aio.EOF else progress
 
 
-def _effect(last: admin_pb2.DrainNodeProgress) -> dict[str, object]:
-    return {
-        "state": last.state or "unknown",
-        "ended": last.done,
-        "moved_blocks": last.moved_blocks,
-        "moved_bytes": last.moved_bytes,
-        "total_blocks": last.total_blocks,
-        **({"error": last.error} if last.error else {}),
+def _note(progress: admin_pb2.DrainNodeProgress, change: AuditedChange) -> None:
+    """What is known of the drain, whoever leaves after this."""
+    change.effect = {
+        "state": progress.state or "unknown",
+        "moved_blocks": progress.moved_blocks,
+        "moved_bytes": progress.moved_bytes,
+        "total_blocks": progress.total_blocks,
+        **({"error": progress.error} if progress.error else {}),
     }
+    if progress.done:
+        # One that is drained may still lack an order that its peers could not take; the error says so.
+        change.ended = ChangeEnd.FAILED if progress.error and progress.state != "drained" else ChangeEnd.DONE

@@ -16,6 +16,8 @@ from headrace.wire.v1 import admin_pb2
 TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
 StubOf = Callable[[StoreNodeRecord], Any]
 
+NO_ROOM = "no room"  # a node's outcome for a block that it did not store, as `admin.proto` has it
+
 
 async def move_block(
     request: admin_pb2.StoredBlock, node: StoreNodeRecord, *, live: Iterable[Namespace], stub_of: StubOf

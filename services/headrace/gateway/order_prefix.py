@@ -15,12 +15,15 @@ from headrace.core.generation import ControlOutcome, ControlReport, EvictSelecto
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.core.retention import checked_ttl
 from headrace.gateway.admin_scope import AdminScope
+from headrace.gateway.audit_log import asked_of, audited_change, ended_at
 from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
 from headrace.wire.render import render_control_report, render_selector
 from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
 
 NONE_HOLDS_IT = "none of those asked holds it: warm it first"
+
+AUDIT_NAMES = {"Pin": "pin", "Unpin": "unpin", "SetTtl": "set ttl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class _Order:
 async def order_prefix(
     fleet: Fleet, rpc: str, request: admin_pb2.PinRequest | admin_pb2.SetTtlRequest, scope: AdminScope
 ) -> admin_pb2.ControlReply:
-    """Carry out Pin, Unpin or SetTtl on every holder, or on those that the selector names.
+    """Carry out Pin, Unpin or SetTtl on every holder, or on those that the selector names; leaves an audit line.
 
     What nobody holds cannot be ordered about: then every report is "not held" and says the remedy. Raises
     PermissionDenied (a pin takes room from everybody; a time to live only ends what is the caller's own) and
@@ -49,10 +52,25 @@ async def order_prefix(
     """
     if rpc != "SetTtl":
         scope.require_all("pin what is kept")
-    _check_selector(request.selector)
-    for param in ("for_s", "ttl_s"):
-        if param in request.DESCRIPTOR.fields_by_name and request.HasField(param):
-            checked_ttl(getattr(request, param), param=param)
+    times = {field.name: seconds for field, seconds in request.ListFields() if field.name in ("for_s", "ttl_s")}
+    with audited_change(scope.tenant.name, AUDIT_NAMES[rpc], {**asked_of(request.selector), **times}) as change:
+        _check_selector(request.selector)
+        for param, seconds in times.items():
+            checked_ttl(seconds, param=param)
+        reports = await _order_everywhere(fleet, rpc, request, scope)
+        change.effect = {
+            "blocks": sum(report.blocks for report in reports),
+            "bytes": sum(report.bytes for report in reports),
+            "holders": {report.holder: report.error or report.outcome for report in reports},
+        }
+        outcomes = [report.outcome for report in reports if not report.error]
+        change.ended = ended_at(outcomes, errors=len(reports) - len(outcomes))
+    return admin_pb2.ControlReply(reports=reports)
+
+
+async def _order_everywhere(
+    fleet: Fleet, rpc: str, request: admin_pb2.PinRequest | admin_pb2.SetTtlRequest, scope: AdminScope
+) -> list[admin_pb2.ControlReport]:
     selectors = await fleet.resolve(request.selector, scope)
     nodes, workers = await fleet.holders(request.selector.holders)
     message = type(request)()
@@ -71,7 +89,7 @@ async def order_prefix(
     if rpc == "SetTtl":
         elsewhere = fleet.elsewhere(request.selector.holders, selectors)
         reports += [admin_pb2.ControlReport(holder=holder, error=IS_ELSEWHERE) for holder in elsewhere]
-    return admin_pb2.ControlReply(reports=reports)
+    return reports
 
 
 def _check_selector(selector: admin_pb2.Selector) -> None:

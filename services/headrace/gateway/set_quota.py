@@ -8,7 +8,7 @@ from headrace.core.budgets import TENANTS_FILE, Budget, merge_budgets
 from headrace.core.errors import HeadraceError, InvalidRequest, StoreUnavailable
 from headrace.core.tenants import Tenant
 from headrace.gateway.admin_scope import AdminScope
-from headrace.gateway.audit_log import audit
+from headrace.gateway.audit_log import audited_change
 from headrace.gateway.carry_budgets import filed_budgets, read_budgets, send_budgets
 from headrace.gateway.fleet import Fleet, all_of
 from headrace.gateway.list_tenants import describe_tenant, read_usage
@@ -23,26 +23,26 @@ async def set_quota(fleet: Fleet, scope: AdminScope, request: admin_pb2.SetQuota
     nothing has changed. Nodes that refused or did not answer, while others took it, are named in the reply.
     """
     scope.require_all("set quotas")
-    tenant = next((each for each in scope.tenants if each.name == request.tenant), None)
-    if tenant is None:
-        raise InvalidRequest(f"there is no tenant {request.tenant[:80]!r}", param="tenant")
-    bounds = _bounds(request)
-    await fleet.service.refresh()
-    nodes, _ = await fleet.holders(())
-    if not nodes:
-        raise InvalidRequest("no store node is live that could keep a quota; nothing was set, start one first")
-    tables = await read_budgets(fleet, nodes)
-    row = _row(fleet, tenant, merge_budgets(tables.by_holder.values()), bounds, who=scope.tenant.name)
-    outcomes = await all_of([send_budgets(fleet, node, [row]) for node in nodes])
-    failed: dict[str, HeadraceError] = {
-        node.holder_id: error for node, error in zip(nodes, outcomes, strict=True) if error is not None
-    }
-    asked = {"tenant": tenant.name, "reset": request.reset, "bytes_max": row.bytes_max, "bytes_min": row.bytes_min}
-    told: dict[str, object] = {node.holder_id: "set" for node in nodes}
-    told |= {holder: message_of(error) for holder, error in failed.items()}
-    audit(scope.tenant.name, "set quota", asked, told)
-    if len(failed) == len(nodes):
-        raise _refused(failed)
+    with audited_change(scope.tenant.name, "set quota", {"tenant": request.tenant, "reset": request.reset}) as change:
+        tenant = next((each for each in scope.tenants if each.name == request.tenant), None)
+        if tenant is None:
+            raise InvalidRequest(f"there is no tenant {request.tenant[:80]!r}", param="tenant")
+        bounds = _bounds(request)
+        await fleet.service.refresh()
+        nodes, _ = await fleet.holders(())
+        if not nodes:
+            raise InvalidRequest("no store node is live that could keep a quota; nothing was set, start one first")
+        tables = await read_budgets(fleet, nodes)
+        row = _row(fleet, tenant, merge_budgets(tables.by_holder.values()), bounds, who=scope.tenant.name)
+        change.asked |= {"bytes_max": row.bytes_max, "bytes_min": row.bytes_min}
+        outcomes = await all_of([send_budgets(fleet, node, [row]) for node in nodes])
+        failed: dict[str, HeadraceError] = {
+            node.holder_id: error for node, error in zip(nodes, outcomes, strict=True) if error is not None
+        }
+        change.effect |= {node.holder_id: "set" for node in nodes}
+        change.effect |= {holder: message_of(error) for holder, error in failed.items()}
+        if len(failed) == len(nodes):
+            raise _refused(failed)
     usage = await read_usage(fleet, nodes)
     return admin_pb2.SetQuotaReply(
         tenant=describe_tenant(tenant, [row], usage),
