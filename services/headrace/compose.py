@@ -307,10 +307,12 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
     from headrace.gateway.budget_carrier import BudgetCarrier
     from headrace.gateway.fleet import Fleet
     from headrace.gateway.inference_grpc import HealthRpc, InferenceRpc
+    from headrace.gateway.known_keys import NO_KEYS
+    from headrace.gateway.observers import Observers
     from headrace.gateway.openai_http import build_http_app
     from headrace.gateway.peer_gateways import PeerGateways
     from headrace.gateway.refuse_call import refuse_by_raising, refuse_call
-    from headrace.gateway.service import GatewayService
+    from headrace.gateway.service import Backend, GatewayService
     from headrace.gateway.tenants_file import TenantsFile
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import RouteMetrics
@@ -331,20 +333,21 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
     for close in (membership.close, channels.close):
         parts.push_async_callback(close)
     metrics_port = _serve_metrics(config, metrics, parts)
-    observer = RouteMetrics(metrics)
-    service = GatewayService(
+    observer, tenants_file = RouteMetrics(metrics), config.gateway.tenants_file
+    backend = Backend(
         index=mirror if tracing is None else TracedBlockIndex(mirror, tracing=tracing),
         membership=membership,
         calls=MeteredWorkerCalls(
             calls if tracing is None else TracedWorkerCalls(calls, tracing=tracing), metrics=metrics, clock=clock
         ),
-        settings=config.gateway,
-        clock=clock,
-        observer=observer,
-        requests=observer,
-        tenants_file=TenantsFile(config.gateway.tenants_file) if config.gateway.tenants_file else None,
-        tracing=tracing,
         ray_cluster=ray_cluster,
+    )
+    service = GatewayService(
+        backend,
+        config.gateway,
+        clock=clock,
+        keys=TenantsFile(tenants_file) if tenants_file else NO_KEYS,
+        observers=Observers(routes=observer, requests=observer, tracing=tracing),
     )
     peers = PeerGateways(
         service.membership,  # which remembers whom it has told of
@@ -366,6 +369,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
             service,
             metrics_text=lambda: generate_latest(metrics.registry),
             keyless_at_home=not config.network.insecure_network,
+            allowed_origins=config.gateway.allowed_origins,
         ),
         inference=InferenceRpc(service, refuse=refuse_by_raising),
         admin=CacheAdminRpc(service, channel_to=channels.to, refuse=refuse_by_raising, peers=peers),

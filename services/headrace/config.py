@@ -6,6 +6,7 @@ win over the environment, which wins over the file, which wins over the default.
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -141,6 +142,10 @@ class GatewaySettings:
     http_host: str = setting("127.0.0.1", "Address of the OpenAI-compatible HTTP API, and of the gRPC API.")
     http_port: int = setting(8000, "Port of the HTTP API. 0: any free one.")
     grpc_port: int = setting(9000, "Port of the gRPC API. 0: any free one.")
+    http_allowed_origins: str = setting(
+        "",
+        "Web pages that browsers let use the HTTP API: origins as https://chat.example, between commas.",
+    )
     local_prefill_tokens: int = setting(
         256, "A decode worker never computes more missing prompt tokens itself while a prefill worker can. GPU: 2048."
     )
@@ -152,6 +157,11 @@ class GatewaySettings:
     hash_algorithm: str = setting("xxh3-128", "xxh3-128, or sha256 where callers do not trust each other.")
     trust_group: str = setting("default", "Callers of this deployment share blocks within this group.")
     tenants_file: str = setting("", "YAML file of API keys, tenants and trust groups. Empty: everybody is one tenant.")
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """The origins of `http_allowed_origins`."""
+        return tuple(origin.strip() for origin in self.http_allowed_origins.split(",") if origin.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +393,11 @@ def _check_gateway(gateway: GatewaySettings) -> None:
             raise ConfigInvalid(key, "must not be negative; 0 switches it off")
     if gateway.hash_algorithm not in set(HashAlgorithm):
         raise ConfigInvalid("hash_algorithm", f"must be one of {', '.join(HashAlgorithm)}")
+    for origin in gateway.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/?#@\s*]+", origin):
+            raise ConfigInvalid("http_allowed_origins", f"{origin!r} is no origin, as https://chat.example:8443 is")
+        if origin == "*" and not gateway.tenants_file:
+            raise ConfigInvalid("http_allowed_origins", "must not be * without a tenants_file: every page could ask")
     if gateway.tenants_file and gateway.hash_algorithm != HashAlgorithm.SHA256:
         raise ConfigInvalid("hash_algorithm", "must be sha256 with a tenants_file: tenants might construct collisions")
 

@@ -119,7 +119,7 @@ async def attacked_system(model_path: str, directory: Path):
                 make_worker_record("d0"),
                 model_path=model_path,
                 settings=GatewaySettings(local_prefill_tokens=8, hash_algorithm=HashAlgorithm.SHA256),
-                tenants_file=TenantsFile(directory / "tenants.yaml"),
+                keys=TenantsFile(directory / "tenants.yaml"),
                 requests=RouteMetrics(gateway_metrics),
             )
         )

@@ -89,7 +89,7 @@ COMMON = {
     "user": TEXT,
     "headrace": objects(
         ttl=st.sampled_from(["1h", "5m", "0s"]),
-        cache=st.booleans(),
+        bypass=st.booleans(),
         priority=st.integers(-4, 4),
         timeout_ms=st.integers(0, 10**7),
         sources=st.lists(TEXT, max_size=2),

@@ -16,7 +16,8 @@ from headrace.core.errors import HeadraceError, WorkerUnavailable
 from headrace.core.generation import DecodeCall, DecodeEvent, GenerateRequest, PrefillCall, PrefillResult, Usage
 from headrace.core.members import PrefixMatch
 from headrace.decode.decode_tokens import decode_tokens
-from headrace.gateway.route_request import ChoiceFinished, ChoiceToken, Router, route_request
+from headrace.gateway.route_request import ChoiceFinished, ChoiceToken, route_request
+from headrace.gateway.router import Router
 from headrace.gateway.worker_table import WorkerTable
 from headrace.prefill.prefill_prompt import prefill_prompt
 

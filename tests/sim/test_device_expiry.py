@@ -13,7 +13,7 @@ from headrace.core.limits import DEVICE_ORDER_TOKENS_MAX, DEVICE_ORDERS_PER_NAME
 from headrace.core.members import WorkerRole
 from headrace.core.retention import Retention
 from headrace.decode.decode_tokens import decode_tokens
-from headrace.gateway.service import hash_for
+from headrace.gateway.prepare_request import hash_for
 from headrace.transfer.device_expiry import DeviceExpiry
 
 B = LAYOUT.block_tokens

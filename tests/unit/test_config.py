@@ -107,6 +107,23 @@ def test_tenants_need_the_hash_that_withstands_collisions():
     assert load_config({"tenants_file": "t.yaml", "hash_algorithm": "sha256"}, environ={}).gateway.tenants_file
 
 
+@pytest.mark.parametrize(
+    "origins", ["chat.example", "https://a.example/", "https://*.example", "https://a https://b", "*"]
+)
+def test_an_origin_that_browsers_would_never_send_is_refused(origins):
+    """Fails when a slip lets no page in and says nothing, or lets every page in where there are no keys."""
+    with pytest.raises(ConfigInvalid, match="http_allowed_origins"):
+        load_config({"http_allowed_origins": origins}, environ={})
+
+
+def test_the_origins_of_web_pages_are_read_between_commas():
+    several = load_config({"http_allowed_origins": "https://a.example, http://localhost:3000,"}, environ={})
+    assert several.gateway.allowed_origins == ("https://a.example", "http://localhost:3000")
+    with_keys = {"http_allowed_origins": "*", "tenants_file": "t.yaml", "hash_algorithm": "sha256"}
+    assert load_config(with_keys, environ={}).gateway.allowed_origins == ("*",)
+    assert load_config(environ={}).gateway.allowed_origins == ()
+
+
 def test_metrics_ports_end_where_ports_end():
     """Fails when a worker is told to listen where no port is."""
     last = 65_535 - METRICS_PORTS

@@ -2,6 +2,7 @@
 
     HeadraceError
     ├── InvalidRequest        the caller must change the request      (param)
+    │   ├── UnsupportedField  it asks for what is not done here       (param)
     │   ├── UnknownModel      no worker serves that model             (model, known)
     │   ├── ContextExceeded   prompt plus output does not fit         (tokens_max)
     │   └── RequestTooLarge   refused before it is read               (bytes_max)
@@ -50,6 +51,10 @@ class InvalidRequest(HeadraceError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnsupportedField(InvalidRequest):
+    """The request has a field, or a value of one, that asks for something which is not done here."""
 
 
 class UnknownModel(InvalidRequest):

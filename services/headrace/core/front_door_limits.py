@@ -79,6 +79,19 @@ AUDIT_CHARS_MAX = 200
 # How long calls may go on by a channel whose certificate was replaced: as long as the longest call of all.
 OLD_CHANNEL_GRACE_S = 3_600.0
 
+# A body up to so many bytes is parsed on the event loop, which takes 1 ms; a larger one in a thread.
+PARSED_ON_LOOP_BYTES_MAX = 64 * 1024
+
+# Log-probabilities of one answer that is sent whole, all choices together: 100,000 are 10 MB of JSON, written in 0.1 s.
+# A stream has no such bound, since each token's are written as it comes.
+LOGPROBS_OF_REPLY_MAX = 100_000
+
+# Characters of a chat message's `name`; OpenAI's bound.
+SPEAKER_CHARS_MAX = 64
+
+# Prompts up to so many tokens are hashed on the event loop, which takes 1 ms; a longer one in a tokenizer's thread.
+HASHED_ON_LOOP_TOKENS_MAX = 16_384
+
 # How long a gateway that starts waits for the tokenizers of models that are served already: the first one imports for
 # 3 s on a quiet machine. One that takes calls sooner keeps its first callers waiting for as long, while others, or the
 # gateway that it replaces, could serve them.

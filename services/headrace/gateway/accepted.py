@@ -11,3 +11,4 @@ class Accepted:
 
     request_id: RequestId
     model: str
+    prompt_tokens: int

@@ -3,24 +3,21 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import grpc
-
 from headrace.core.block import Chain, HashedPrompt, Namespace, NamespaceId
 from headrace.core.clock import Deadline
 from headrace.core.errors import IndexUnavailable, InvalidRequest
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
 from headrace.gateway.admin_scope import AdminScope
 from headrace.gateway.explain_miss import HolderAnswer, MissEvidence, RemovedBlock, ServedRequest, explain_miss
+from headrace.gateway.fleet import TIMEOUT_S, ask_each
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.recent_prompts import RecentPrompt
-from headrace.gateway.service import GatewayService, hash_for
+from headrace.gateway.service import GatewayService
 from headrace.gateway.tokenize_prompt import tokenize_prompt
 from headrace.wire.parse import parse_admin_prompt
-from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
 
-TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
 ListEverywhere = Callable[[Sequence[EvictSelector]], Awaitable[admin_pb2.ListBlocksReply]]
 
 
@@ -36,16 +33,15 @@ async def answer_why_miss(
     await service.refresh()
     recent, namespace = await _find(request, service, scope)
     prompt = recent.prompt
-    errors: dict[str, str] = {}
-    answers: dict[str, HolderAnswer] = {}
     now_ms = service.clock.unix_ms()
     nodes = await service.membership.store_nodes()
-    for node in nodes:
-        try:
-            asked = admin_pb2.ExplainRequest(namespace=prompt.namespace, chain=prompt.chain)
-            answers[node.holder_id] = _answer(await stub_of(node).Explain(asked, timeout=TIMEOUT_S), now_ms)
-        except grpc.aio.AioRpcError as failed:
-            errors[node.holder_id] = message_of(error_of_call(failed))
+    asked = admin_pb2.ExplainRequest(namespace=prompt.namespace, chain=prompt.chain)
+
+    async def explain(node: StoreNodeRecord) -> HolderAnswer:
+        return _answer(await stub_of(node).Explain(asked, timeout=TIMEOUT_S), now_ms)
+
+    told = await ask_each(nodes, explain)
+    answers, errors = told.by_holder, told.errors
     if prompt.chain:
         head = EvictSelector(namespace=prompt.namespace, block_hashes=prompt.chain[:1], tier="device")
         listing = await list_everywhere((head,))

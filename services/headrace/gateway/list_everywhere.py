@@ -1,5 +1,6 @@
 """What every holder says it keeps of what a selector means, in one answer with each holder's error."""
 
+import functools
 from collections.abc import Sequence
 
 import grpc
@@ -10,6 +11,7 @@ from headrace.core.generation import EvictSelector
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
 from headrace.gateway.name_accounts import account_of
+from headrace.gateway.tokenize_prompt import PromptTokenizer
 from headrace.wire.render import render_block, render_selector
 from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
@@ -51,16 +53,24 @@ async def name_blocks(fleet: Fleet, reply: admin_pb2.ListBlocksReply, *, with_te
     keep none of them: only workers tell which model a namespace is of."""
     by_namespace = {w.namespace.id: w for w in fleet.service.table.records()}
     namespace_to_account = fleet.namespace_to_account()
-    deadline = Deadline.after(TIMEOUT_S, fleet.service.clock)
+    path_to_blocks: dict[str, list[admin_pb2.BlockEntry]] = {}
     for block in reply.blocks:
         block.tenant = account_of(block, namespace_to_account)
         worker = by_namespace.get(block.base_namespace)
-        if worker is None:
-            continue
-        block.model = worker.model
-        if with_text and worker.model_path:
-            tokenizer = await fleet.service.tokenizers.get(worker.model_path, deadline=deadline)
-            block.text = tokenizer.decode(tuple(block.token_ids))
+        if worker is not None:
+            block.model = worker.model
+            path_to_blocks.setdefault(worker.model_path, []).append(block)
+    path_to_blocks.pop("", None)  # of workers that do not say where their tokenizer lies
+    if with_text:
+        tokenizers, deadline = fleet.service.tokenizers, Deadline.after(TIMEOUT_S, fleet.service.clock)
+        for path, blocks in path_to_blocks.items():
+            decode = functools.partial(_decode, blocks, await tokenizers.get(path, deadline=deadline))
+            for block, text in zip(blocks, await tokenizers.run(decode, deadline=deadline), strict=True):
+                block.text = text
+
+
+def _decode(blocks: Sequence[admin_pb2.BlockEntry], tokenizer: PromptTokenizer) -> list[str]:
+    return [tokenizer.decode(tuple(block.token_ids)) for block in blocks]
 
 
 async def _list_on_worker(

@@ -1,64 +1,55 @@
 """The OpenAI-compatible HTTP API as an ASGI app: models, completions, chat completions, health and metrics.
 
-Owns how requests are read and how replies are sent, whole or as server-sent events. All bodies are parsed and rendered
-in `wire/`; all work is the GatewayService's. Nothing is global: two apps in one process do not meet.
+Owns the endpoints and how requests are read; how replies are sent is `openai_replies.py`'s. All bodies are parsed and
+rendered in `wire/`; all work is the GatewayService's. Nothing is global: two apps in one process do not meet.
 """
 
 import asyncio
 import ipaddress
-import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from headrace.core.errors import HeadraceError, InvalidRequest, PermissionDenied, RequestTooLarge, UnknownModel
-from headrace.core.generation import Usage, WorkerId
+from headrace.core.front_door_limits import PARSED_ON_LOOP_BYTES_MAX
 from headrace.core.limits import CLIENT_REQUEST_ID_CHARS_MAX, REQUEST_BODY_BYTES_MAX, REQUEST_DRAIN_BYTES_MAX
 from headrace.core.tenants import Tenant
-from headrace.gateway.accepted import Accepted
 from headrace.gateway.admit_request import Body
 from headrace.gateway.authenticate import AUTHORIZATION
 from headrace.gateway.merge_streams import merge_streams
-from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
+from headrace.gateway.openai_replies import EventStream, NumberedEvent, collect_reply, read_opening
 from headrace.gateway.service import GatewayEvent, GatewayService
+from headrace.gateway.until_disconnect import ClientDisconnected, until_disconnect
 from headrace.telemetry.request_context import TRACEPARENT, within_callers_trace
-from headrace.wire.openai_body import JsonObject, OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
-from headrace.wire.openai_reply import (
-    ChoiceText,
-    Json,
-    ReplyHead,
-    add_usage,
-    join_usage,
-    render_chunk,
-    render_error,
-    render_model,
-    render_reply,
-    render_usage_chunk,
-    render_workers,
-)
+from headrace.wire.openai_body import OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
+from headrace.wire.openai_fields import JsonObject
+from headrace.wire.openai_reply import render_error, render_model
 from headrace.wire.status import http_headers, status_of
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-NumberedEvent = tuple[int, GatewayEvent]  # (index of the prompt in the request, event)
 CLIENT_CLOSED_REQUEST = 499  # nginx's word for it; nobody is there to read it
 
 
 def build_http_app(
-    service: GatewayService, *, metrics_text: Callable[[], bytes] | None = None, keyless_at_home: bool = False
+    service: GatewayService,
+    *,
+    metrics_text: Callable[[], bytes] | None = None,
+    keyless_at_home: bool = False,
+    allowed_origins: Sequence[str] = (),
 ) -> Starlette:
     """The app over a started service. `metrics_text` gives the Prometheus exposition for `/metrics`, if any.
 
     keyless_at_home: where no keys are asked for, whoever calls this machine by another name than its own is refused.
+    allowed_origins: of web pages whose browsers may let them read what they are answered; "*" is every page.
     """
     api = _Api(service, metrics_text, keyless_at_home)
     return Starlette(
@@ -71,12 +62,24 @@ def build_http_app(
             Route("/ready", api.ready),
             Route("/metrics", api.metrics),
         ],
+        middleware=[_cors(allowed_origins)] if allowed_origins else [],
         exception_handlers={
             HTTPException: api.http_error,
             HeadraceError: api.error,
             ClientDisconnected: _nobody_reads,
             Exception: api.error,
         },
+    )
+
+
+def _cors(allowed_origins: Sequence[str]) -> Middleware:
+    """Cookies are never meant: a page sends its key as everybody does."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
     )
 
 
@@ -161,18 +164,18 @@ class _Api:
     async def _answer(self, request: Request, parse: Callable[[JsonObject], OpenAiRequest], *, chat: bool) -> Response:
         """Read, parse and generate. Errors until the first token have an HTTP status of their own."""
         tenant = self._caller(request)
-        wanted = parse(parse_json_body(await read_body(request)))
+        body = await read_body(request)
+        is_large = len(body) > PARSED_ON_LOOP_BYTES_MAX
+        wanted = await asyncio.to_thread(_parse, body, parse) if is_large else _parse(body, parse)
         events = within_callers_trace(request.headers.get(TRACEPARENT), self._generate(wanted, tenant))
         created_unix_s = self._service.clock.unix_ms() // 1000
         headers = _request_id_headers(request)
         try:
             if not wanted.stream:
-                reply = _collect(events, wanted, chat=chat, created_unix_s=created_unix_s)
-                return JSONResponse(await until_disconnect(request.receive, reply), headers=headers)
-            opening = await until_disconnect(request.receive, _read_opening(events))
-        except ClientDisconnected:
-            await events.aclose()
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+                whole = collect_reply(events, wanted, chat=chat, created_unix_s=created_unix_s)
+                reply = await until_disconnect(request.receive, whole)
+                return Response(reply, media_type="application/json", headers=headers)
+            opening = await until_disconnect(request.receive, read_opening(events))
         except BaseException:
             await events.aclose()
             raise
@@ -183,6 +186,10 @@ class _Api:
         return merge_streams(
             [_number(i, self._service.generate(r, tenant, body=body)) for i, r in enumerate(wanted.requests)]
         )
+
+
+def _parse(body: bytes, parse: Callable[[JsonObject], OpenAiRequest]) -> OpenAiRequest:
+    return parse(parse_json_body(body))
 
 
 async def _number(prompt: int, events: AsyncGenerator[GatewayEvent, None]) -> AsyncGenerator[NumberedEvent, None]:
@@ -229,176 +236,6 @@ async def _chunks(request: Request) -> AsyncGenerator[bytes, None]:
         raise ClientDisconnected from None
 
 
-class ClientDisconnected(Exception):
-    """The client has closed its connection; nobody waits for an answer."""
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, unless the client leaves first: then cancel it, wait for its end and raise ClientDisconnected."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnected
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _read_opening(events: AsyncGenerator[NumberedEvent, None]) -> list[NumberedEvent]:
-    """Events up to the first token or result: until then a failure can still be an HTTP status."""
-    opening = []
-    async for numbered in events:
-        opening.append(numbered)
-        if not isinstance(numbered[1], Accepted):
-            break
-    return opening
-
-
-async def _collect(
-    events: AsyncGenerator[NumberedEvent, None], wanted: OpenAiRequest, *, chat: bool, created_unix_s: int
-) -> Json:
-    """Read a whole answer and render it."""
-    reply = _Reply(wanted, chat=chat, created_unix_s=created_unix_s)
-    choices: dict[int, ChoiceText] = {}
-    async with aclosing(events):
-        async for prompt, event in events:
-            reply.take(prompt, event)
-            if isinstance(event, Accepted):
-                continue
-            index = reply.index_of(prompt, event)
-            choice = choices.setdefault(index, ChoiceText(index))
-            if isinstance(event, ChoiceToken):
-                choice.pieces.append(event.delta.text)
-                if wanted.logprobs:
-                    choice.deltas.append(event.delta)
-            else:
-                choice.pieces.append(event.finished.text)
-                choice.finish_reason = event.finished.reason
-    return render_reply(reply.head, [choices[i] for i in sorted(choices)], reply.usage(), reply.workers())
-
-
-class _Reply:
-    """What a reply's head and tail need: names, usages and workers, taken from the events as they pass."""
-
-    def __init__(self, wanted: OpenAiRequest, *, chat: bool, created_unix_s: int) -> None:
-        self._choices = wanted.requests[0].choices
-        self._chat = chat
-        self._created_unix_s = created_unix_s
-        self._head: ReplyHead | None = None
-        self._finished: dict[int, ChoiceFinished] = {}
-
-    def take(self, prompt: int, event: GatewayEvent) -> None:
-        match event:
-            case Accepted(request_id=request_id, model=model):
-                self._head = self._head or ReplyHead(request_id, model, self._created_unix_s, self._chat)
-            case ChoiceFinished():
-                self._finished[self.index_of(prompt, event)] = event
-            case ChoiceToken():
-                pass
-
-    def index_of(self, prompt: int, event: ChoiceToken | ChoiceFinished) -> int:
-        """A choice's index in the reply: choices of the first prompt first."""
-        return prompt * self._choices + event.choice
-
-    @property
-    def head(self) -> ReplyHead:
-        assert self._head is not None, "Accepted comes before everything else"
-        return self._head
-
-    def usage(self) -> Usage:
-        usages = [self._finished[i].finished.usage for i in sorted(self._finished)]
-        step = self._choices
-        return add_usage([join_usage(usages[i : i + step]) for i in range(0, len(usages), step)])
-
-    def workers(self) -> Json:
-        done = [self._finished[i] for i in sorted(self._finished)]
-        prefill: WorkerId | None = next((d.prefill_worker for d in done if d.prefill_worker), None)
-        return render_workers([d.finished.worker_id for d in done], prefill)
-
-
-class EventStream(Response):
-    """A reply as server-sent events, ended by `data: [DONE]`. Ends the work within moments of the client leaving."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        opening: list[NumberedEvent],
-        events: AsyncGenerator[NumberedEvent, None],
-        wanted: OpenAiRequest,
-        *,
-        chat: bool,
-        created_unix_s: int,
-        headers: dict[str, str],
-    ) -> None:
-        self.status_code = 200
-        self.background = None
-        self._opening = opening
-        self._events = events
-        self._wanted = wanted
-        self._reply = _Reply(wanted, chat=chat, created_unix_s=created_unix_s)
-        self._begun: set[int] = set()
-        self.body = b""
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
-        del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await until_disconnect(receive, self._send_all(send))
-        except ClientDisconnected:
-            log.info("request %s: the client left", self._reply.head.request_id)
-        finally:
-            await self._events.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            for numbered in self._opening:
-                await self._send_event(send, *numbered)
-            async for numbered in self._events:
-                await self._send_event(send, *numbered)
-            if self._wanted.include_usage:
-                tail = render_usage_chunk(self._reply.head, self._reply.usage(), self._reply.workers())
-                await _send_data(send, json.dumps(tail))
-        except HeadraceError as error:
-            await _send_data(send, json.dumps(render_error(error)))
-        except Exception as error:
-            log.exception("request %s failed after its first token", self._reply.head.request_id)
-            await _send_data(send, json.dumps(render_error(error)))
-        await _send_data(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_event(self, send: Send, prompt: int, event: GatewayEvent) -> None:
-        self._reply.take(prompt, event)
-        if isinstance(event, Accepted):
-            return
-        index = self._reply.index_of(prompt, event)
-        first = index not in self._begun
-        self._begun.add(index)
-        if isinstance(event, ChoiceFinished):
-            done = event.finished
-            chunk = render_chunk(self._reply.head, index=index, text=done.text, finish_reason=done.reason, first=first)
-        elif event.delta.text or first or self._wanted.logprobs:
-            delta = event.delta if self._wanted.logprobs else None
-            chunk = render_chunk(self._reply.head, index=index, text=event.delta.text, delta=delta, first=first)
-        else:
-            return  # half a character or a possible stop string: nothing to show yet
-        await _send_data(send, json.dumps(chunk))
-
-
-async def _send_data(send: Send, data: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-
-
 def _peer_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
@@ -410,5 +247,5 @@ def _request_id_headers(request: Request) -> dict[str, str]:
 
 
 async def _nobody_reads(request: Request, error: Exception) -> Response:
-    """The client left while it was sending: nothing was begun, and there is nothing to tell anybody."""
+    """The client left before there was an answer: there is nothing to tell anybody."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)

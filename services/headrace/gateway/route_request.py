@@ -37,10 +37,8 @@ from headrace.core.limits import ATTEMPTS_MAX, CHAIN_BLOCKS_MAX
 from headrace.core.members import NO_MATCH, PrefixMatch
 from headrace.gateway.merge_streams import merge_streams
 from headrace.gateway.prefill_beside import Prefill, milliseconds_left, new_attempt_id, prefill_beside
-from headrace.gateway.router import RouteObserver, Router
+from headrace.gateway.router import Router
 from headrace.transfer.run_in_thread import finish
-
-__all__ = ["ChoiceEvent", "ChoiceFinished", "ChoiceToken", "RouteObserver", "Router", "route_request"]
 
 log = logging.getLogger(__name__)
 

@@ -26,25 +26,21 @@ class TenantsFile:
         self._read = self._seen = self._look()
         self.key_ring: KeyRing = read_tenants(path)
 
-    async def reread(self) -> KeyRing | None:
-        """The new key ring, once the file has changed and rests; None otherwise. One look at the file per call."""
+    async def reread(self) -> None:
+        """Take the key ring from the file anew, once that has changed and rests. One look at the file per call."""
         look, before = self._look(), self._seen
         self._seen = look
         if look == self._read or look != before:
-            return None
+            return
         self._read = look
         try:
             # YAML of a thousand keys takes a second to parse: not on the loop that serves.
             self.key_ring = await asyncio.to_thread(read_tenants, self._path)
         except ConfigInvalid as broken:
             log.error("the tenants file has changed and is not read; the one before stays in force: %s", broken)
-            return None
-        log.info("the tenants file has changed: %d keys of %d tenants", len(self.key_ring.keys), self._num_tenants)
-        return self.key_ring
-
-    @property
-    def _num_tenants(self) -> int:
-        return len(self.key_ring.tenants)
+            return
+        keys, tenants = len(self.key_ring.keys), len(self.key_ring.tenants)
+        log.info("the tenants file has changed: %d keys of %d tenants", keys, tenants)
 
     def _look(self) -> _Look:
         try:

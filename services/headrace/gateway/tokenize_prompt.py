@@ -19,7 +19,7 @@ from headrace.core.errors import ContextExceeded, InvalidRequest, ModelRefused
 from headrace.core.front_door_limits import TOKENIZERS_START_MS
 from headrace.core.limits import TOKENIZER_THREADS
 from headrace.core.sequence_room import SequenceRoom
-from headrace.wire.client_request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from headrace.wire.client_request import ChatPrompt, ChatTurn, Prompt, TextPrompt, TokenPrompt
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +38,24 @@ async def tokenize_prompt(
     tokenizer = await tokenizers.get(model_path, deadline=deadline)
     match prompt:
         case TokenPrompt(token_ids=token_ids):
+            _check_fits(token_ids, room)  # before each of what may be a million is looked at
             _check_known(token_ids, tokenizer.vocab_size)
         case TextPrompt() | ChatPrompt():
             _check_chars(prompt, tokenizer, room.tokens_max)
             token_ids = await tokenizers.run(functools.partial(tokenizer.encode, prompt), deadline=deadline)
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
+    _check_fits(token_ids, room)
+    return token_ids
+
+
+def _check_fits(token_ids: tuple[int, ...], room: SequenceRoom) -> None:
     if not room.holds(len(token_ids) + 1):
         raise ContextExceeded(
             f"a prompt of {len(token_ids)} tokens and one of output: {room.why_not(len(token_ids) + 1)}",
             tokens_max=room.tokens_max,
             param="prompt",
         )
-    return token_ids
 
 
 def _check_known(token_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -84,7 +89,7 @@ class PromptTokenizer:
             case TextPrompt(text=text):
                 return tuple(self.tokenizer(text)["input_ids"])
             case ChatPrompt(turns=turns):
-                text = self._apply_template([{"role": turn.role, "content": turn.content} for turn in turns])
+                text = self._apply_template([_message(turn) for turn in turns])
                 return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
@@ -102,6 +107,12 @@ class PromptTokenizer:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+
+def _message(turn: ChatTurn) -> dict[str, str]:
+    """As templates read it: one that knows no names passes over them, and none is never named."""
+    named = {"name": turn.name} if turn.name else {}
+    return {"role": turn.role, "content": turn.content} | named
 
 
 def load_tokenizer(model_path: str) -> PromptTokenizer:

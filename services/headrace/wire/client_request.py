@@ -23,6 +23,7 @@ class ChatTurn:
 
     role: str
     content: str
+    name: str = ""  # of who speaks, for templates that tell several users apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,22 @@
 """Bodies of OpenAI's HTTP API become client requests, or InvalidRequest naming the parameter.
 
-Policy on fields, as OpenAI clients expect of a compatible server: what is unknown or has no effect on the answer is
-ignored; what would change the answer's meaning and is not supported here (tools, images, penalties, echo) is refused,
-so that no caller gets an answer to another question. `headrace` is our own object for control over the cache; how long
-blocks may stay is in `read_retention.py`.
+Which fields there may be at all is said in `openai_fields.py`; here is what the values mean, and what each may be.
+`headrace` is our own object for control over the cache; how long blocks may stay is in `read_retention.py`.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.block import CacheSource
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, UnsupportedField
+from headrace.core.front_door_limits import LOGPROBS_OF_REPLY_MAX
 from headrace.core.generation import CacheControl, WorkerId
-from headrace.core.limits import CHOICES_MAX, COMPLETION_TOKENS_DEFAULT, LOGPROBS_MAX
+from headrace.core.limits import CHOICES_MAX, COMPLETION_TOKENS_DEFAULT, LOGPROBS_MAX, OUTPUT_TOKENS_DEFAULT
 from headrace.wire.client_request import ChatTurn, ClientRequest, Prompt, SamplingOptions, TextPrompt
+from headrace.wire.openai_fields import CHAT, COMPLETION, CONTROL, MESSAGE, STREAM_OPTIONS, TEXT_PART, JsonObject
 from headrace.wire.parse import (
     cache_control,
     chat_prompt,
@@ -32,30 +32,7 @@ from headrace.wire.parse import (
 )
 from headrace.wire.read_retention import read_retention
 
-JsonObject = Mapping[str, Any]
-
 FLEX_PRIORITY = -1
-
-# Parameter -> values that mean "not used". Any other value asks for something that is not done here.
-UNSUPPORTED_COMMON: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-}
-UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "prediction": (),
-}
-UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = UNSUPPORTED_COMMON | {"echo": (False,), "suffix": ("",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +41,8 @@ class OpenAiRequest:
 
     requests: tuple[ClientRequest, ...]
     stream: bool
-    include_usage: bool
+    include_usage: bool  # at the end of a stream
+    running_usage: bool  # and in every piece of it
     logprobs: bool
 
     @property
@@ -92,7 +70,7 @@ def _refuse_constant(name: str) -> float:
 
 def parse_chat_body(body: JsonObject) -> OpenAiRequest:
     """Read a body of `/v1/chat/completions`."""
-    _refuse_unsupported(body, UNSUPPORTED_CHAT)
+    CHAT.check(body)
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise InvalidRequest("messages must be a list of messages", param="messages")
@@ -103,24 +81,18 @@ def parse_chat_body(body: JsonObject) -> OpenAiRequest:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     if top is not None and not 0 <= top <= LOGPROBS_MAX:
         raise InvalidRequest(f"top_logprobs must lie in 0..{LOGPROBS_MAX}", param="top_logprobs")
-    max_tokens = _max_tokens(body, "max_completion_tokens", "max_tokens")
-    sampling = _sampling(body, max_tokens=max_tokens, max_tokens_default=None, logprobs=(top or 0) if wanted else None)
+    sampling = _sampling(body, max_tokens_default=None, logprobs=(top or 0) if wanted else None)
     return _openai_request(body, [chat_prompt(turns, param="messages")], sampling)
 
 
 def parse_completion_body(body: JsonObject) -> OpenAiRequest:
     """Read a body of `/v1/completions`: one prompt or several, each text or token ids."""
-    _refuse_unsupported(body, UNSUPPORTED_COMPLETION)
+    COMPLETION.check(body)
     prompts = _completion_prompts(body.get("prompt"))
-    sampling = _sampling(
-        body,
-        max_tokens=_max_tokens(body, "max_tokens"),
-        max_tokens_default=COMPLETION_TOKENS_DEFAULT,
-        logprobs=_integer(body, "logprobs"),
-    )
+    sampling = _sampling(body, max_tokens_default=COMPLETION_TOKENS_DEFAULT, logprobs=_integer(body, "logprobs"))
     best_of = _integer(body, "best_of")
     if best_of is not None and best_of != (_integer(body, "n") or 1):
-        raise InvalidRequest("best_of is not supported beyond n", param="best_of")
+        raise UnsupportedField("best_of is not supported here beyond n", param="best_of")
     return _openai_request(body, prompts, sampling)
 
 
@@ -133,7 +105,11 @@ def _openai_request(body: JsonObject, prompts: Sequence[Prompt], sampling: Sampl
         raise InvalidRequest(f"n must lie in 1..{CHOICES_MAX}", param="n")
     if len(prompts) * choices > CHOICES_MAX:
         raise InvalidRequest(f"at most {CHOICES_MAX} choices in one request: prompts x n", param="prompt")
-    control = _object(body, "headrace")
+    options, control = _object(body, "stream_options"), _object(body, "headrace")
+    if options and not stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    STREAM_OPTIONS.check(options, prefix="stream_options.")
+    CONTROL.check(control, prefix="headrace.")
     requests = tuple(
         ClientRequest(
             model=_model(body),
@@ -141,7 +117,7 @@ def _openai_request(body: JsonObject, prompts: Sequence[Prompt], sampling: Sampl
             sampling=sampling,
             cache=_cache(body, control),
             choices=choices,
-            timeout_ms=checked_timeout_ms(_integer(control, "timeout_ms", prefix="headrace.")),
+            timeout_ms=_timeout_ms(control),
             cache_salt=checked_salt(_text(body, "cache_salt") or ""),
             decode_worker=_worker(control, "decode_worker"),
             prefill_worker=_worker(control, "prefill_worker"),
@@ -149,24 +125,28 @@ def _openai_request(body: JsonObject, prompts: Sequence[Prompt], sampling: Sampl
         )
         for prompt in prompts
     )
+    if not stream:
+        _check_logprobs(sampling, num_choices=len(prompts) * choices)
     return OpenAiRequest(
         requests=requests,
         stream=stream,
-        include_usage=_include_usage(body, stream),
+        include_usage=_boolean(options, "include_usage", prefix="stream_options.") or False,
+        running_usage=_boolean(options, "continuous_usage_stats", prefix="stream_options.") or False,
         logprobs=sampling.logprobs is not None,
     )
 
 
-def _refuse_unsupported(body: JsonObject, unused_values: Mapping[str, tuple[Any, ...]]) -> None:
-    for param, unused in unused_values.items():
-        value = body.get(param)
-        if value is not None and not any(_same(value, harmless) for harmless in unused):
-            raise InvalidRequest(f"{param} is not supported", param=param)
-
-
-def _same(value: Any, harmless: Any) -> bool:
-    """Equality in which true is not 1 and false is not 0."""
-    return isinstance(value, bool) == isinstance(harmless, bool) and bool(value == harmless)
+def _check_logprobs(sampling: SamplingOptions, *, num_choices: int) -> None:
+    """Refuse an answer that would have to be written at once and would keep everybody else waiting meanwhile."""
+    if sampling.logprobs is None:
+        return
+    tokens_max = sampling.max_tokens or sampling.max_tokens_default or OUTPUT_TOKENS_DEFAULT
+    if num_choices * tokens_max * (sampling.logprobs + 1) > LOGPROBS_OF_REPLY_MAX:
+        raise InvalidRequest(
+            f"more than {LOGPROBS_OF_REPLY_MAX:,} log-probabilities in one answer: choices x max_tokens x (1 + the most"
+            " likely ones); ask for less, or for a stream",
+            param="logprobs",
+        )
 
 
 def _model(body: JsonObject) -> str:
@@ -179,25 +159,30 @@ def _model(body: JsonObject) -> str:
 def _chat_message(message: Any, *, param: str) -> ChatTurn:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{param} must be an object", param=param)
-    if message.get("tool_calls") or message.get("function_call"):
-        raise InvalidRequest(f"{param}: tool calls are not supported", param=param)
-    role = message.get("role")
+    MESSAGE.check(message, prefix=f"{param}.")
+    role, name = message.get("role"), _text(message, "name", prefix=f"{param}.") or ""
     if not isinstance(role, str):
         raise InvalidRequest(f"{param}.role must be a string", param=f"{param}.role")
-    return chat_turn(role, _content(message.get("content"), param=f"{param}.content"), param=param)
+    return chat_turn(role, _content(message.get("content"), param=f"{param}.content"), name=name, param=param)
 
 
 def _content(content: Any, *, param: str) -> str:
-    """A message's text: a string, or a list of text parts, which are joined. Images and audio are refused."""
+    """A message's text: a string, or a list of text parts, which are joined. Images, audio and files are refused."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{param} must be a string or a list of text parts", param=param)
     texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{param}: only text parts are supported, not {kind!r:.60}", param=param)
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise InvalidRequest(f"{param}: each part must be an object with a type", param=param)
+        if part["type"] != "text":
+            raise UnsupportedField(
+                f"{param}: only text parts are supported here, not {part['type']!r:.60}", param=param
+            )
+        TEXT_PART.check(part, prefix=f"{param}[{number}].")
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{param}[{number}].text must be a string", param=f"{param}[{number}].text")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -210,7 +195,7 @@ def _completion_prompts(prompt: Any) -> list[Prompt]:
         raise InvalidRequest(
             "prompt must be a string, a list of strings, of token ids or of lists of them", param="prompt"
         )
-    if all(_is_integer(item) for item in prompt):
+    if _are_integers(prompt):
         return [token_prompt(prompt, param="prompt")]
     if len(prompt) > CHOICES_MAX:
         raise InvalidRequest(f"at most {CHOICES_MAX} prompts in one request", param="prompt")
@@ -218,24 +203,22 @@ def _completion_prompts(prompt: Any) -> list[Prompt]:
     for item in prompt:
         if isinstance(item, str):
             prompts.append(TextPrompt(checked_prompt_text(item, param="prompt")))
-        elif isinstance(item, list) and all(_is_integer(i) for i in item):
+        elif isinstance(item, list) and _are_integers(item):
             prompts.append(token_prompt(item, param="prompt"))
         else:
             raise InvalidRequest("prompt: each item must be a string or a list of token ids", param="prompt")
     return prompts
 
 
-def _sampling(
-    body: JsonObject, *, max_tokens: int | None, max_tokens_default: int | None, logprobs: int | None
-) -> SamplingOptions:
+def _sampling(body: JsonObject, *, max_tokens_default: int | None, logprobs: int | None) -> SamplingOptions:
     temperature, top_p, seed = _number(body, "temperature"), _number(body, "top_p"), _integer(body, "seed")
     return checked_sampling(
         SamplingOptions(
-            max_tokens=max_tokens,
+            max_tokens=_max_tokens(body),
             max_tokens_default=max_tokens_default,
             temperature=1.0 if temperature is None else temperature,
             top_p=1.0 if top_p is None else top_p,
-            top_k=_integer(body, "top_k") or 0,
+            top_k=_top_k(body),
             seed=None if seed is None else seed % 2**64,  # OpenAI allows negative seeds
             stop=_stop(body.get("stop")),
             logprobs=logprobs,
@@ -244,8 +227,15 @@ def _sampling(
     )
 
 
-def _max_tokens(body: JsonObject, *names: str) -> int | None:
-    """The first of several spellings that is given; two that differ are refused."""
+def _top_k(body: JsonObject) -> int:
+    """0, and -1 as other servers spell it, switch it off."""
+    top_k = _integer(body, "top_k")
+    return 0 if top_k in (None, -1) else top_k
+
+
+def _max_tokens(body: JsonObject) -> int | None:
+    """Whichever of the two spellings is given; two that differ are refused."""
+    names = ("max_completion_tokens", "max_tokens")
     given = {name: value for name in names if (value := _integer(body, name)) is not None}
     for name, value in given.items():
         if value < 1:
@@ -262,13 +252,6 @@ def _stop(stop: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
         raise InvalidRequest("stop must be a string or a list of strings", param="stop")
     return tuple(stops)
-
-
-def _include_usage(body: JsonObject, stream: bool) -> bool:
-    options = _object(body, "stream_options")
-    if options and not stream:
-        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-    return _boolean(options, "include_usage", prefix="stream_options.") or False
 
 
 def _cache(body: JsonObject, control: JsonObject) -> CacheControl:
@@ -290,12 +273,16 @@ def _cache(body: JsonObject, control: JsonObject) -> CacheControl:
 def _priority(body: JsonObject, control: JsonObject) -> int | None:
     """`headrace.priority`, else -1 for `service_tier: flex`: cheaper because others go first, which is what it means.
 
-    The other tiers promise what a server cannot say it keeps (speed, a bill), and are ignored like unknown fields.
+    The other tiers promise what a server cannot say it keeps (speed, a bill), and have no effect.
     """
     priority = _integer(control, "priority", prefix="headrace.")
-    if priority is None and body.get("service_tier") == "flex":
+    if priority is None and _text(body, "service_tier") == "flex":
         return FLEX_PRIORITY
     return checked_priority(priority, param="headrace.priority")
+
+
+def _timeout_ms(control: JsonObject) -> int | None:
+    return checked_timeout_ms(_integer(control, "timeout_ms", prefix="headrace."), param="headrace.timeout_ms")
 
 
 def _worker(control: JsonObject, name: str) -> WorkerId | None:
@@ -303,8 +290,13 @@ def _worker(control: JsonObject, name: str) -> WorkerId | None:
     return WorkerId(text) if text else None
 
 
+def _are_integers(values: Sequence[Any]) -> bool:
+    """Whether all are; a prompt may have a million, so nothing of ours is called for each. JSON has no other ints."""
+    return set(map(type, values)) <= {int}
+
+
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int
 
 
 def _integer(body: JsonObject, name: str, *, prefix: str = "") -> int | None:

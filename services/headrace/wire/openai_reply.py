@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from headrace.core.block import CacheSource
@@ -70,14 +71,16 @@ def render_chunk(
     index: int,
     text: str,
     delta: TokenDelta | None = None,
+    text_offset: int = 0,
     finish_reason: FinishReason | None = None,
     first: bool = False,
 ) -> Json:
-    """One piece of a streamed reply. `delta` is given where log-probabilities were asked for."""
+    """One piece of a streamed reply. `delta` is given where log-probabilities were asked for; `text_offset`: characters
+    of the tokens before it."""
     choice: Json = {
         "index": index,
         "finish_reason": finish_reason.value if finish_reason else None,
-        "logprobs": render_logprobs([delta], chat=head.chat) if delta is not None else None,
+        "logprobs": None if delta is None else render_logprobs([delta], chat=head.chat, text_offset=text_offset),
     }
     if head.chat:
         message: Json = {"role": "assistant"} if first else {}
@@ -92,15 +95,21 @@ def render_usage_chunk(head: ReplyHead, usage: Usage, workers: Json) -> Json:
     return head.render(chunk=True) | {"choices": [], "usage": render_usage(usage), "headrace": workers}
 
 
+def render_running_usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    """Token counts in the midst of a stream; what was cached is settled at its end."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
 def render_usage(usage: Usage) -> Json:
     """Token counts; `cached_tokens` is exact, and `headrace` splits it by source. Drafts, where there were any, are
     what OpenAI's API calls predictions; unlike there, nobody pays for rejected ones as output."""
     by_source = {source.value: tokens for source, tokens in usage.cached.by_source().items()}
     assert sum(by_source.values()) == usage.cached.total
-    rendered: Json = {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    rendered = render_running_usage(usage.prompt_tokens, usage.completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached.total},
         "headrace": {"cached_tokens": by_source},
     }
@@ -140,8 +149,8 @@ def add_usage(usages: Sequence[Usage]) -> Usage:
     )
 
 
-def render_logprobs(deltas: Sequence[TokenDelta], *, chat: bool) -> Json:
-    """Log-probabilities in the shape of the endpoint."""
+def render_logprobs(deltas: Sequence[TokenDelta], *, chat: bool, text_offset: int = 0) -> Json:
+    """Log-probabilities in the shape of the endpoint. `text_offset`: where the first token's text begins."""
     if chat:
         return {"content": [_chat_logprob(delta) for delta in deltas], "refusal": None}
     texts = [token_text(delta) for delta in deltas]
@@ -149,7 +158,7 @@ def render_logprobs(deltas: Sequence[TokenDelta], *, chat: bool) -> Json:
         "tokens": texts,
         "token_logprobs": [delta.logprob for delta in deltas],
         "top_logprobs": [{top.text: top.logprob for top in delta.top_logprobs} for delta in deltas],
-        "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+        "text_offset": list(accumulate(map(len, texts), initial=text_offset))[:-1],
     }
 
 

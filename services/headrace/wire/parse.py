@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from headrace.core.block import CacheSource, NamespaceId, Tier
 from headrace.core.budgets import Budget
 from headrace.core.errors import InvalidRequest
+from headrace.core.front_door_limits import SPEAKER_CHARS_MAX
 from headrace.core.generation import ALL_SOURCES, CacheControl, EvictSelector, WorkerId
 from headrace.core.limits import (
     AFFINITY_KEY_CHARS_MAX,
@@ -62,7 +63,7 @@ def parse_generate_request(message: inference_pb2.GenerateRequest) -> ClientRequ
             ),
             affinity_key=checked_affinity_key(cache.affinity_key, param="cache.affinity_key"),
         ),
-        timeout_ms=checked_timeout_ms(message.timeout_ms or None),
+        timeout_ms=checked_timeout_ms(message.timeout_ms or None, param="timeout_ms"),
         cache_salt=checked_salt(message.cache_salt),
         decode_worker=WorkerId(cache.decode_worker) if cache.decode_worker else None,
         prefill_worker=WorkerId(cache.prefill_worker) if cache.prefill_worker else None,
@@ -243,11 +244,14 @@ def checked_prompt_text(text: str, *, param: str) -> str:
     return checked_text(text, param=param)
 
 
-def chat_turn(role: str, content: str, *, param: str) -> ChatTurn:
+def chat_turn(role: str, content: str, *, param: str, name: str = "") -> ChatTurn:
     """One message: a role that templates know, content that may be empty. `developer` is OpenAI's word for system."""
+    if len(name) > SPEAKER_CHARS_MAX:
+        raise InvalidRequest(f"{param}.name has at most {SPEAKER_CHARS_MAX} characters", param=f"{param}.name")
     if role not in ROLES:
         raise InvalidRequest(f"{param}.role must be one of {', '.join(ROLES)}, not {role!r:.60}", param=f"{param}.role")
-    return ChatTurn(role="system" if role == "developer" else role, content=checked_text(content, param=param))
+    role = "system" if role == "developer" else role
+    return ChatTurn(role=role, content=checked_text(content, param=param), name=name)
 
 
 def chat_prompt(turns: Sequence[ChatTurn], *, param: str) -> ChatPrompt:
@@ -269,10 +273,10 @@ def token_prompt(token_ids: Sequence[int], *, param: str) -> TokenPrompt:
     return TokenPrompt(token_ids=tuple(token_ids))
 
 
-def checked_timeout_ms(timeout_ms: int | None) -> int | None:
+def checked_timeout_ms(timeout_ms: int | None, *, param: str) -> int | None:
     """A request's own deadline, if it names one."""
     if timeout_ms is not None:
-        _check_range("timeout_ms", timeout_ms, low=1, high=REQUEST_TIMEOUT_MS_MAX)
+        _check_range(param, timeout_ms, low=1, high=REQUEST_TIMEOUT_MS_MAX)
     return timeout_ms
 
 

@@ -24,6 +24,7 @@ from headrace.core.errors import (
     TenantOverShare,
     Unauthenticated,
     UnknownModel,
+    UnsupportedField,
     WorkerUnavailable,
 )
 from headrace.core.limits import RETRY_AFTER_MS
@@ -62,6 +63,10 @@ TABLE: tuple[tuple[type[HeadraceError], ErrorStatus], ...] = (
         ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"),
     ),
     (RequestTooLarge, ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 413, "invalid_request_error", "request_too_large")),
+    (
+        UnsupportedField,
+        ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", "unsupported_parameter"),
+    ),
     (InvalidRequest, ErrorStatus(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", None)),
     (Unauthenticated, ErrorStatus(grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error", "invalid_api_key")),
     (
@@ -99,11 +104,14 @@ def retry_after_ms(error: BaseException) -> int | None:
 
 
 def http_headers(error: BaseException) -> dict[str, str]:
-    """`Retry-After`, in whole seconds rounded up, where trying again makes sense; the scheme where a key is missing."""
+    """`Retry-After` where trying again makes sense, in whole seconds rounded up, and beside it the milliseconds, which
+    OpenAI's own libraries prefer; the scheme where a key is missing."""
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     wait_ms = retry_after_ms(error)
-    return {} if wait_ms is None else {"retry-after": str(max(1, -(-wait_ms // 1000)))}
+    if wait_ms is None:
+        return {}
+    return {"retry-after": str(max(1, -(-wait_ms // 1000))), "retry-after-ms": str(max(1, wait_ms))}
 
 
 def trailing_metadata(error: BaseException) -> tuple[tuple[str, str], ...]:

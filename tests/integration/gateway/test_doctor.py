@@ -15,8 +15,8 @@ from headrace.core.block import HolderId, Tier
 from headrace.core.budgets import Budget
 from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import RequestId
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.recent_prompts import RecentPrompt
-from headrace.gateway.service import hash_for
 from headrace.wire.v1 import admin_pb2
 
 TEXT = "sharedheadtail!!"

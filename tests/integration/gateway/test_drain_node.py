@@ -12,7 +12,7 @@ from admin_kit import admin_over, store_text, token_ids_of
 from silent_server import silent_server
 from tiny_gateway import make_namespace
 
-from headrace.gateway.service import hash_for
+from headrace.gateway.prepare_request import hash_for
 from headrace.wire.v1 import admin_pb2
 
 TEXT = "sharedheadtail!!"
@@ -39,7 +39,7 @@ async def test_a_nodes_blocks_go_to_the_nodes_that_take_new_ones(model_path, cap
         assert [admin.kits[name].held(PROMPT) for name in ("n1", "n2", "n3")] == [4, 0, 4]
         (line,) = [json.loads(record.message) for record in caplog.records if record.name == "headrace.audit"]
         assert (line["what"], line["asked"]["holder"], line["asked"]["peers"]) == ("drain", "node:n1", ["n3"])
-        assert (line["effect"]["state"], line["effect"]["moved_blocks"]) == ("drained", 4)
+        assert (line["ended"], line["effect"]["state"], line["effect"]["moved_blocks"]) == ("done", "drained", 4)
         status = await admin.stub.Status(admin_pb2.StatusRequest())
         assert {node.node_id: node.draining for node in status.store_nodes} == {"n1": True, "n2": True, "n3": False}
         assert (await drain(admin, "node:n1", undo=True)).state == "serving"
@@ -66,7 +66,7 @@ async def test_a_node_that_does_not_answer_is_an_error_and_not_a_drain(model_pat
             await drain(admin, "node:n9")
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         (line,) = [json.loads(record.message) for record in caplog.records if record.name == "headrace.audit"]
-        assert line["effect"]["state"] == "unknown"
+        assert (line["ended"], line["effect"]) == ("failed", {})
 
 
 async def test_leaving_the_stream_stops_the_moving_on_the_node(model_path, caplog):
@@ -82,7 +82,7 @@ async def test_leaving_the_stream_stops_the_moving_on_the_node(model_path, caplo
             async with asyncio.timeout(60):
                 while not caplog.records or any(task.get_name() == "drain n1" for task in asyncio.all_tasks()):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-        assert json.loads(caplog.records[-1].message)["effect"]["ended"] is False
+        assert json.loads(caplog.records[-1].message)["ended"] == "abandoned"
         assert admin.kits["n1"].node.draining
 
 

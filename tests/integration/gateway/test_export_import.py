@@ -12,7 +12,7 @@ from headrace.admin.cli import main
 from headrace.admin.export_file import check_export, read_export
 from headrace.admin.portable_blocks import Written, chains_of, write_blocks
 from headrace.client import HeadraceClient, Selector
-from headrace.gateway.service import hash_for
+from headrace.gateway.prepare_request import hash_for
 
 TEXT = "sharedheadtail!!"
 

@@ -11,9 +11,11 @@ import uvicorn
 from tiny_gateway import BLOCK_TOKENS, answer_text, make_worker_record, tiny_gateway
 
 from headrace.core.errors import Overloaded, WorkerUnavailable
+from headrace.core.front_door_limits import PARSED_ON_LOOP_BYTES_MAX
 from headrace.core.limits import REQUEST_BODY_BYTES_MAX
 from headrace.core.members import WorkerRole
 from headrace.core.tenants import KeyRing
+from headrace.gateway.known_keys import FixedKeys
 from headrace.gateway.openai_http import build_http_app
 
 WORKERS = (make_worker_record("d0"), make_worker_record("d1"), make_worker_record("p0", WorkerRole.PREFILL))
@@ -49,7 +51,7 @@ def only_decode_call(gateway):
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the far side of a socket tells nobody here
             await asyncio.sleep(0.01)
 
@@ -87,10 +89,29 @@ async def test_a_streamed_chat_gives_the_same_text_and_its_usage_when_asked(mode
         assert chunks[0].choices[0].delta.role == "assistant"
         assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
         assert chunks[-1].usage.completion_tokens == 6
+        assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
         assert len({chunk.id for chunk in chunks}) == 1
         bare = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, stream=True)
-        assert all(chunk.usage is None for chunk in [c async for c in bare])
+        assert not any("usage" in chunk.model_fields_set for chunk in [c async for c in bare])
         gateway.assert_at_rest()
+
+
+async def test_a_stream_counts_its_tokens_in_every_piece_where_that_is_asked_for(model_path):
+    """Fails when tools that measure by the running counts see none, or wrong ones."""
+    async with served(model_path) as (_, url), openai_client(url) as client:
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=["ab", "cde"],
+            max_tokens=3,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        )
+        usages = [chunk.usage async for chunk in stream]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1], usages[-1].prompt_tokens) == (1, 6, 5)
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
+    assert usages[-1].prompt_tokens_details.cached_tokens == 0
 
 
 async def test_completions_take_every_form_of_prompt(model_path):
@@ -145,8 +166,9 @@ async def test_log_probabilities_have_openais_shape(model_path):
         assert [entry.token for entry in entries] == list(whole.choices[0].message.content)
         assert [len(entry.top_logprobs) for entry in entries] == [2, 2]
         stream = await client.completions.create(model="tiny", prompt="ab", max_tokens=2, logprobs=1, stream=True)
-        tokens = [c.choices[0].logprobs.tokens async for c in stream if c.choices[0].logprobs]
-        assert [len(t) for t in tokens] == [1, 1]
+        told = [c.choices[0].logprobs async for c in stream if c.choices[0].logprobs]
+        assert [len(each.tokens) for each in told] == [1, 1]
+        assert [each.text_offset for each in told] == [[0], [1]]
 
 
 async def test_models_are_listed_and_found_by_name(model_path):
@@ -165,7 +187,13 @@ async def test_models_are_listed_and_found_by_name(model_path):
         ({"max_tokens": -1}, openai.BadRequestError, None, "max_tokens"),
         ({"max_tokens": 1000}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
         ({"messages": []}, openai.BadRequestError, None, "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, None, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            openai.BadRequestError,
+            "unsupported_parameter",
+            "tools",
+        ),
+        ({"extra_body": {"max_token": 3}}, openai.BadRequestError, "unsupported_parameter", "max_token"),
         ({"temperature": 3}, openai.BadRequestError, None, "temperature"),
         ({"extra_body": {"headrace": {"decode_worker": "nobody"}}}, openai.BadRequestError, None, "decode_worker"),
     ],
@@ -267,6 +295,43 @@ async def test_bodies_that_cannot_be_read_are_refused_in_openais_shape(model_pat
         assert not any(worker.calls for worker in gateway.calls.workers.values())
 
 
+async def test_a_large_body_is_read_as_a_small_one_is(model_path):
+    """Fails when what is parsed off the loop is parsed otherwise, or its errors get lost."""
+    async with served(model_path) as (gateway, url), httpx.AsyncClient(timeout=60) as client:
+        padding = " " * PARSED_ON_LOOP_BYTES_MAX
+        bodies = [json.dumps({"model": "tiny", "prompt": [1, 2], "max_tokens": 2, "n": n}) + padding for n in (1, 0)]
+        whole, wrong = [await client.post(f"{url}/v1/completions", content=body) for body in bodies]
+        assert (whole.status_code, whole.json()["usage"]["prompt_tokens"]) == (200, 2)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "n")
+        gateway.assert_at_rest()
+
+
+async def test_only_pages_that_are_named_may_read_what_they_are_answered(model_path):
+    """Fails when a browser keeps a chat page from the API, or lets any page use it."""
+    async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
+        app = build_http_app(gateway.service, allowed_origins=("https://chat.example",))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
+                asked = {
+                    "origin": origin,
+                    "access-control-request-method": "POST",
+                    "access-control-request-headers": "authorization, content-type, x-stainless-lang",
+                }
+                before = await client.options("/v1/chat/completions", headers=asked)
+                assert before.headers.get("access-control-allow-origin") == allowed
+                assert before.is_success == bool(allowed)
+                for reply in (
+                    await client.get("/v1/models", headers={"origin": origin}),
+                    await client.post("/v1/completions", json={}, headers={"origin": origin}),
+                ):
+                    assert reply.headers.get("access-control-allow-origin") == allowed
+        transport = httpx.ASGITransport(build_http_app(gateway.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            assert (await client.options("/v1/models", headers=asked)).status_code == 405
+            assert (await client.head("/v1/models")).status_code == 200
+
+
 async def test_other_paths_and_methods_answer_in_openais_shape_too(model_path):
     """Fails when a mistyped URL gives clients something they cannot parse."""
     async with served(model_path) as (_, url), httpx.AsyncClient() as client:
@@ -293,7 +358,7 @@ async def test_without_keys_who_calls_this_machine_by_a_name_of_its_own_is_refus
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for name, status in NAMES.items():
                 assert (await client.get("/v1/models", headers={"host": name})).status_code == status, name
-            gateway.service.key_ring = KeyRing(())
+            gateway.service.keys = FixedKeys(KeyRing(()))
             assert (await client.get("/v1/models", headers={"host": "a.example"})).status_code == 401
 
 

@@ -15,8 +15,8 @@ from headrace.core.errors import InvalidRequest, PermissionDenied, Unauthenticat
 from headrace.core.members import WorkerRole
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_key
 from headrace.gateway.openai_http import build_http_app
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.serve_grpc import serve_grpc
-from headrace.gateway.service import hash_for
 from headrace.store.cache_admin import CacheAdminOfNode
 from headrace.transfer.channels import Channels, build_server
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
@@ -171,12 +171,12 @@ async def test_tenants_of_one_named_group_share_and_a_salt_keeps_them_apart(mode
 
 
 async def test_nothing_in_a_request_moves_its_caller_into_another_group(model_path):
-    """Fails when a caller can name a group: by field, by salt, or by the routing hint that OpenAI clients send."""
+    """Fails when a caller can name a group: by salt, or by the hints that OpenAI clients send."""
     async with deployed(model_path) as system:
         await system.complete("one")
         spellings = ("tenant:one", "7:default@tenant:one", "18:7:default@tenant:one:")
         tries = [{"cache_salt": spelled} for spelled in spellings]
-        tries += [{"trust_group": "tenant:one"}, {"user": "one"}, {"prompt_cache_key": "tenant:one"}]
+        tries += [{"user": "one"}, {"prompt_cache_key": "tenant:one"}]
         for number, attempt in enumerate(tries):
             # The first without a salt fills the group's own blocks; what hits afterwards is its own.
             before = 0 if number <= len(spellings) else 5 * BLOCK_TOKENS

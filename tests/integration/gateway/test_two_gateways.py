@@ -21,8 +21,8 @@ from headrace.core.members import GatewayRecord, WorkerRole
 from headrace.core.tenants import HashedKey, new_key
 from headrace.gateway.examine_system import examine_system
 from headrace.gateway.fleet import Fleet
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.refuse_call import CallRefused
-from headrace.gateway.service import hash_for
 from headrace.index.redis_index import RedisIndex
 from headrace.index.redis_membership import RedisMembership
 from headrace.transfer.channels import Channels

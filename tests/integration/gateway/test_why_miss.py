@@ -10,9 +10,9 @@ from tiny_gateway import make_namespace
 
 from headrace.core.block import HolderId, Tier
 from headrace.core.tenants import EVERYBODY
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.recent_prompts import RecentPrompt, RecentPrompts
 from headrace.gateway.route_request import ChoiceFinished
-from headrace.gateway.service import hash_for
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TextPrompt
 from headrace.wire.v1 import admin_pb2
 

@@ -24,8 +24,10 @@ from headrace.core.members import StoreNodeRecord
 from headrace.core.tenants import HashedKey, new_key
 from headrace.gateway.budget_carrier import BudgetCarrier
 from headrace.gateway.fleet import Fleet
+from headrace.gateway.known_keys import NO_KEYS
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.serve_grpc import serve_grpc
-from headrace.gateway.service import GatewayService, hash_for
+from headrace.gateway.service import Backend, GatewayService
 from headrace.gateway.tenants_file import TenantsFile
 from headrace.index.memory_index import MemoryIndex
 from headrace.transfer.channels import Channels
@@ -68,12 +70,10 @@ class Gateways:
             stack.push_async_callback(membership.close)
             index = MemoryIndex(membership)
             service = GatewayService(
-                index=index,
-                membership=membership,
-                calls=TinyCalls({}, index),
-                settings=GatewaySettings(),
+                Backend(index, membership, TinyCalls({}, index)),
+                GatewaySettings(),
                 clock=CLOCK,
-                tenants_file=TenantsFile(self.path) if with_tenants else None,
+                keys=TenantsFile(self.path) if with_tenants else NO_KEYS,
             )
             service.run_beside(BudgetCarrier(Fleet(service, channel_to=self.channels.to)).step)
             await membership.announce(make_worker_record("d0"), ttl_ms=600_000)

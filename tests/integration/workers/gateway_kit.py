@@ -27,8 +27,9 @@ from headrace.core.ports import BlockIndex, Membership
 from headrace.core.tenants import Tenant
 from headrace.decode.decode_tokens import decode_tokens
 from headrace.engine.load_model import LoadedModel, load_model
+from headrace.gateway.accepted import Accepted
 from headrace.gateway.route_request import ChoiceToken
-from headrace.gateway.service import Accepted, GatewayService
+from headrace.gateway.service import Backend, GatewayService
 from headrace.prefill.prefill_prompt import prefill_prompt
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
@@ -137,9 +138,7 @@ async def small_system(
     """A gateway over these workers, which may be added to and taken from its calls while it runs."""
     calls = DirectCalls()
     calls.workers = {tested.worker.worker_id: tested for tested in workers}
-    gateway = GatewayService(
-        index=index, membership=membership, calls=calls, settings=GatewaySettings(**settings), clock=SystemClock()
-    )
+    gateway = GatewayService(Backend(index, membership, calls), GatewaySettings(**settings), clock=SystemClock())
     await gateway.start()
     try:
         yield SmallSystem(gateway, calls)

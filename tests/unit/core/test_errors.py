@@ -8,6 +8,7 @@ from headrace.core import errors
 
 EXAMPLES = [
     errors.InvalidRequest("no", param="n"),
+    errors.UnsupportedField("no tools here", param="tools"),
     errors.UnknownModel("x", ["a", "b"]),
     errors.RequestTooLarge(7),
     errors.ContextExceeded("no", tokens_max=8),

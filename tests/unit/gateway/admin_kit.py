@@ -10,8 +10,8 @@ from tiny_gateway import NODE, TinyGateway, TinyWorker, make_namespace, make_wor
 from headrace.core.block import HashedPrompt
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.members import StoreNodeRecord
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.serve_grpc import serve_grpc
-from headrace.gateway.service import hash_for
 from headrace.store.cache_admin import CacheAdminOfNode
 from headrace.store.node_admin import NodeAdmin
 from headrace.store.node_drain import NodeDrain

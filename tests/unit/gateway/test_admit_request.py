@@ -157,8 +157,8 @@ async def test_the_gateway_sheds_when_even_the_best_worker_is_too_far_behind(mod
     """Fails when queues are let grow beyond what is offered, or an idle worker beside a busy one is not seen."""
     busy, idle = (make_worker_record("d0", queue_s=3_000.0), make_worker_record("d1"))
     offered, seen = GatewaySettings(local_prefill_tokens=64, shed_ttft_ms=5_000), Remembered()
-    async with tiny_gateway(busy, replace(busy, worker_id="d2"), model_path=model_path, settings=offered) as gateway:
-        gateway.service._requests = seen
+    late = (busy, replace(busy, worker_id="d2"))
+    async with tiny_gateway(*late, model_path=model_path, settings=offered, requests=seen) as gateway:
         with pytest.raises(Overloaded, match="more than 5 s is not offered") as refusal:
             await collect(gateway, ask())
         assert refusal.value.retry_after_ms == RETRY_AFTER_MS_MAX

@@ -9,8 +9,8 @@ from tiny_gateway import make_worker_record, tiny_gateway
 from headrace.config import GatewaySettings
 from headrace.core.errors import InvalidRequest, Overloaded, WorkerUnavailable
 from headrace.core.tenants import EVERYBODY
+from headrace.gateway.accepted import Accepted
 from headrace.gateway.goodput import LatencyTargets, RequestOutcome, RequestTimes, observed_request
-from headrace.gateway.service import Accepted
 from headrace.telemetry.gateway_metrics import RouteMetrics
 from headrace.telemetry.metrics import REFUSAL_REASONS, REQUEST_OUTCOMES, Metrics
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
@@ -97,12 +97,12 @@ def test_the_metrics_know_every_outcome():
 
 async def test_the_gateway_counts_good_requests_and_late_ones_apart(model_path):
     """Fails when requests are not timed, or a client that closes after the last event counts as one that left."""
-    metrics = Metrics()
-    options = {"model_path": model_path, "requests": RouteMetrics(metrics)}
+    metrics, clock = Metrics(), HandClock()
+    options = {"model_path": model_path, "requests": RouteMetrics(metrics), "clock": clock}
     request = ClientRequest(
         model="tiny", prompt=TokenPrompt((1, 2, 3)), sampling=SamplingOptions(max_tokens=3), choices=2
     )
-    offered = GatewaySettings(ttft_slo_ms=60_000, itl_slo_ms=20)
+    offered = GatewaySettings(ttft_slo_ms=1_000, itl_slo_ms=20)
 
     def counts():
         value = metrics.registry.get_sample_value
@@ -114,8 +114,8 @@ async def test_the_gateway_counts_good_requests_and_late_ones_apart(model_path):
             left = [event async for event in events]
         assert isinstance(left[0], Accepted)
         assert counts() == ({"finished": 1}, 1)
-        gateway.worker("d0").token_seconds = 0.05
-        assert [event async for event in gateway.service.generate(request, EVERYBODY)]
+        async for _ in gateway.service.generate(request, EVERYBODY):
+            clock.time_s += 0.03
         assert counts() == ({"finished": 2}, 1)
         async with aclosing(gateway.service.generate(request, EVERYBODY)) as events:
             await anext(events)

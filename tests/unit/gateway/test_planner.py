@@ -13,8 +13,8 @@ from headrace.core.errors import WorkerUnavailable
 from headrace.core.generation import CacheControl, GenerateRequest, MeasuredWork, RequestId, SamplingParams, WorkerId
 from headrace.core.members import NO_MATCH, LearnedCosts, WorkerRole
 from headrace.core.tenants import EVERYBODY
+from headrace.gateway.accepted import Accepted
 from headrace.gateway.planner import RoutePlanner
-from headrace.gateway.service import Accepted
 from headrace.gateway.worker_table import RECORD_AGE_MAX_S, WorkerTable
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 

@@ -20,8 +20,9 @@ from headrace.core.errors import (
 from headrace.core.generation import CacheControl, PrefillCall, WorkerId
 from headrace.core.members import WorkerRole
 from headrace.core.tenants import EVERYBODY
+from headrace.gateway.accepted import Accepted
+from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
-from headrace.gateway.service import Accepted, hash_for
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TextPrompt, TokenPrompt
 
 DECODERS = (make_worker_record("d0"), make_worker_record("d1"))

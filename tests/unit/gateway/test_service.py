@@ -5,14 +5,11 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tiny_gateway import TinyWorker, make_namespace, make_worker_record, tiny_gateway
+from tiny_gateway import TinyWorker, make_worker_record, tiny_gateway
 
-from headrace.core.errors import IndexUnavailable, InvalidRequest, UnknownModel
-from headrace.core.generation import CacheControl, WorkerId
-from headrace.core.retention import Retention
-from headrace.core.sequence_room import SequenceRoom
-from headrace.core.tenants import EVERYBODY, Tenant
-from headrace.gateway.service import hash_for, settle_priority, settle_retention, settle_sampling
+from headrace.core.errors import IndexUnavailable, UnknownModel
+from headrace.core.generation import WorkerId
+from headrace.core.tenants import EVERYBODY
 from headrace.gateway.tokenize_prompt import PromptTokenizer, Tokenizers, load_tokenizer
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
@@ -107,6 +104,7 @@ async def test_a_worker_that_another_gateway_knows_already_is_not_refused(model_
 async def test_requests_for_what_is_not_there_cost_few_readings_of_the_members(model_path):
     """Fails when each of them has the members read."""
     async with tiny_gateway(D0, model_path=model_path) as gateway:
+        await gateway.service.stop()  # which reads them once a second, however long this takes
         there, readings = gateway.membership.workers, []
 
         async def counted():
@@ -120,7 +118,7 @@ async def test_requests_for_what_is_not_there_cost_few_readings_of_the_members(m
                 [event async for event in gateway.service.generate(make_request(model="none"), EVERYBODY)]
 
         await asyncio.gather(*(ask() for _ in range(50)))
-        assert len(readings) <= 3
+        assert len(readings) == 1
 
 
 async def test_a_gateway_that_stopped_following_is_not_ready(model_path):
@@ -144,60 +142,6 @@ async def test_stopping_twice_is_harmless_and_ends_readiness(model_path):
         await gateway.service.stop()
         await gateway.service.stop()
         assert not gateway.service.ready()
-
-
-def test_salts_narrow_and_cannot_be_spelled_as_another_group():
-    """Fails when a salt gives the namespace of a group that another deployment's callers share."""
-    namespace, other = make_namespace(), make_namespace(trust_group="default:x")
-    ids = {
-        hash_for(ns, (1, 2, 3, 4), cache_salt=salt).namespace for ns in (namespace, other) for salt in ("", "x", "y")
-    }
-    assert len(ids) == 6
-    assert hash_for(namespace, (1,)).namespace == namespace.id
-    assert hash_for(namespace, (1,), cache_salt="7:default:x").namespace != other.id
-
-
-@pytest.mark.parametrize(
-    ("named", "default", "room", "expected"), [(None, 16, 5, 5), (None, 16, 50, 16), (3, 16, 5, 3)]
-)
-def test_the_outputs_bound_is_the_callers_or_what_fits(named, default, room, expected):
-    """Fails when a default overrides a wish, or does not fit."""
-    options = SamplingOptions(max_tokens=named, max_tokens_default=default)
-    assert settle_sampling(options, prompt_tokens=10, room=SequenceRoom(10 + room, 16, 100)).max_tokens == expected
-
-
-def test_unset_seeds_are_drawn_and_set_ones_are_kept():
-    """Fails when two sampled answers are always the same, or a seed of 0 is taken for none."""
-    drawn = {settle_sampling(SamplingOptions(), prompt_tokens=1, room=SequenceRoom(9, 16, 100)).seed for _ in range(3)}
-    assert len(drawn) == 3
-    assert settle_sampling(SamplingOptions(seed=0), prompt_tokens=1, room=SequenceRoom(9, 16, 100)).seed == 0
-
-
-@pytest.mark.parametrize(
-    ("named", "of_tenant", "settled"),
-    [(None, None, None), (None, 300.0, 300.0), (60.0, 300.0, 60.0), (3_600.0, 300.0, 3_600.0), (60.0, None, 60.0)],
-)
-def test_a_tenants_time_to_live_is_that_of_requests_that_name_none(named, of_tenant, settled):
-    """Fails when a request cannot ask for another one, or loses what else it asked for."""
-    cache = CacheControl(publish=False, retention=Retention(ttl_s=named, on_disk=False))
-    found = settle_retention(cache, Tenant("a", "tenant:a", ttl_s=of_tenant))
-    assert found == CacheControl(publish=False, retention=Retention(ttl_s=settled, on_disk=False))
-
-
-@pytest.mark.parametrize(
-    ("named", "highest", "settled"), [(None, 0, 0), (None, 3, 0), (None, -2, -2), (0, 0, 0), (-4, 0, -4), (2, 3, 2)]
-)
-def test_a_request_has_the_priority_that_it_names_within_its_tenants(named, highest, settled):
-    """Fails when a request that names none is raised, or one of a tenant in the background counts as normal."""
-    assert settle_priority(named, Tenant("a", "tenant:a", priority_max=highest)) == settled
-
-
-@pytest.mark.parametrize(("named", "highest"), [(1, 0), (0, -1), (4, 3)])
-def test_nobody_outranks_others_by_asking(named, highest):
-    """Fails when a tenant may name any priority."""
-    with pytest.raises(InvalidRequest, match="the highest for tenant a") as refusal:
-        settle_priority(named, Tenant("a", "tenant:a", priority_max=highest))
-    assert refusal.value.param == "priority"
 
 
 async def test_work_beside_the_refresh_runs_again_and_again_until_the_stop(model_path):

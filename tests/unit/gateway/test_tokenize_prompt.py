@@ -15,7 +15,8 @@ from headrace.wire.client_request import ChatPrompt, ChatTurn, TextPrompt, Token
 
 
 def soon() -> Deadline:
-    return Deadline.after(20, SystemClock())
+    """One that a busy machine does not miss."""
+    return Deadline.after(120, SystemClock())
 
 
 @pytest.fixture
@@ -39,6 +40,21 @@ async def test_text_and_chat_give_the_ids_of_transformers_itself(model_path, tok
     assert await tokenize(chat, model_path, tokenizers) == tuple(expected)
     assert await tokenize(TextPrompt("Grüße"), model_path, tokenizers) == tuple(reference("Grüße")["input_ids"])
     assert await tokenize(TokenPrompt((5, 6)), model_path, tokenizers) == (5, 6)
+
+
+async def test_a_template_that_knows_names_gets_them(model_path):
+    """Fails when two users of one chat become one for a model that could tell them apart."""
+
+    def load(path: str) -> PromptTokenizer:
+        loaded = load_tokenizer(path)
+        loaded.tokenizer.chat_template = "{% for m in messages %}{{ m.name if m.name is defined else '-' }}{% endfor %}"
+        return loaded
+
+    tokenizers = Tokenizers(load)
+    chat = ChatPrompt((ChatTurn("user", "hi", name="ann"), ChatTurn("user", "hi")))
+    expected = await tokenize(TextPrompt("ann-"), model_path, tokenizers)
+    assert await tokenize(chat, model_path, tokenizers) == expected
+    tokenizers.close()
 
 
 async def test_special_tokens_are_added_to_text_and_not_to_a_chat(model_path, tmp_path, tokenizers):

@@ -39,9 +39,13 @@ from headrace.core.generation import (
 )
 from headrace.core.limits import MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord, WorkerRole
+from headrace.core.tenants import KeyRing
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.list_device import list_device
-from headrace.gateway.service import GatewayService
+from headrace.gateway.goodput import RequestObserver
+from headrace.gateway.known_keys import FixedKeys, KnownKeys
+from headrace.gateway.observers import Observers
+from headrace.gateway.service import Backend, GatewayService
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.transfer.device_expiry import DeviceExpiry
 
@@ -292,9 +296,16 @@ async def tiny_gateway(
     clock: Clock | None = None,
     settings: GatewaySettings | None = None,
     index=None,
+    key_ring: KeyRing | None = None,
+    keys: KnownKeys | None = None,
+    requests: RequestObserver | None = None,
+    ray_cluster: str = "",
     **service_options,
 ) -> AsyncIterator[TinyGateway]:
-    """A started gateway over these workers and one store node; ties go to the smallest worker id."""
+    """A started gateway over these workers and one store node; ties go to the smallest worker id.
+
+    key_ring: keys that stay; `keys` has those that change. requests: who counts them, beside the CountingObserver.
+    """
     clock = clock or SystemClock()
     membership = MemoryMembership(clock)
     await membership.announce(NODE, ttl_ms=3_600_000)
@@ -303,13 +314,13 @@ async def tiny_gateway(
     real_index = MemoryIndex(membership)
     calls = TinyCalls({record.worker_id: TinyWorker(record, clock=clock) for record in records}, real_index)
     observer = CountingObserver()
+    observers = Observers(routes=observer) if requests is None else Observers(routes=observer, requests=requests)
     service = GatewayService(
-        index=index or real_index,
-        membership=membership,
-        calls=calls,
-        settings=settings or GatewaySettings(local_prefill_tokens=8),
+        Backend(index or real_index, membership, calls, ray_cluster),
+        settings or GatewaySettings(local_prefill_tokens=8),
         clock=clock,
-        observer=observer,
+        keys=keys or FixedKeys(key_ring),
+        observers=observers,
         tie_break=lambda worker_id: sum(worker_id.encode()),
         **service_options,
     )

@@ -6,15 +6,21 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
 
 from headrace.core.block import CacheSource
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, UnsupportedField
 from headrace.core.limits import CHOICES_MAX, PROMPT_CHARS_MAX
 from headrace.wire.client_request import ChatPrompt, ChatTurn, TextPrompt, TokenPrompt
 from headrace.wire.openai_body import OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
+TEXT_PART = {"type": "text", "text": "x"}
+
+
+BODIES = {parse_chat_body: CHAT, parse_completion_body: COMPLETION}
 
 
 def chat(**changes):
@@ -79,9 +85,18 @@ def test_text_parts_are_joined_and_developer_means_system():
         ("messages", [{"role": "tool", "content": "x"}], "messages[0].role"),
         ("messages", [{"content": "x"}], "messages[0].role"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
-        ("messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content[0].text"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "text", "text": "x", "id": 1}]}],
+            "messages[0].content[0].id",
+        ),
+        ("messages", [{"role": "user", "content": "x", "id": 7}], "messages[0].id"),
+        ("messages", [{"role": "user", "content": "x", "name": 7}], "messages[0].name"),
+        ("messages", [{"role": "user", "content": "x", "name": "x" * 65}], "messages[0].name"),
+        ("messages", [{"role": "assistant", "content": "x", "refusal": "no"}], "messages[0].refusal"),
         ("messages", [{"role": "user", "content": ["x"]}], "messages[0].content"),
-        ("messages", [{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0]"),
+        ("messages", [{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
         ("messages", [{"role": "user", "content": "\ud800"}], "messages[0]"),
         ("messages", [{"role": "user", "content": "x" * (PROMPT_CHARS_MAX + 1)}], "messages"),
         ("max_tokens", 0, "max_tokens"),
@@ -102,7 +117,7 @@ def test_text_parts_are_joined_and_developer_means_system():
         ("temperature", 10**400, "temperature"),
         ("top_p", 0, "top_p"),
         ("top_p", 1.1, "top_p"),
-        ("top_k", -1, "top_k"),
+        ("top_k", -2, "top_k"),
         ("seed", "x", "seed"),
         ("stop", 7, "stop"),
         ("stop", [""], "stop"),
@@ -129,7 +144,15 @@ def test_text_parts_are_joined_and_developer_means_system():
         ("headrace", {"bypass": 1}, "headrace.bypass"),
         ("headrace", {"bypass": True, "sources": ["grpc"]}, "headrace.sources"),
         ("headrace", {"decode_worker": 7}, "headrace.decode_worker"),
-        ("headrace", {"timeout_ms": 0}, "timeout_ms"),
+        ("headrace", {"timeout_ms": 0}, "headrace.timeout_ms"),
+        ("headrace", {"bypas": True}, "headrace.bypas"),
+        ("user", 5, "user"),
+        ("metadata", "x", "metadata"),
+        ("store", "yes", "store"),
+        ("service_tier", 3, "service_tier"),
+        ("max_token", 5, "max_token"),
+        ("\ud800", 1, "?"),
+        ("x" * 1000, 1, "x" * 64),
     ],
 )
 def test_wrong_values_in_a_chat_are_refused_by_name(field, value, param):
@@ -152,6 +175,8 @@ def test_wrong_values_in_a_chat_are_refused_by_name(field, value, param):
         ("prompt", [1.0], "prompt"),
         ("prompt", ["a"] * (CHOICES_MAX + 1), "prompt"),
         ("echo", True, "echo"),
+        ("tools", [{"type": "function"}], "tools"),
+        ("messages", [{"role": "user", "content": "x"}], "messages"),
         ("suffix", "x", "suffix"),
         ("best_of", 2, "best_of"),
         ("logprobs", True, "logprobs"),
@@ -171,16 +196,113 @@ def test_prompts_times_choices_is_bounded():
         completion(prompt=["a"] * CHOICES_MAX, n=2)
 
 
-def test_unknown_and_harmless_parameters_are_ignored():
-    """Fails when a client that sends what OpenAI also takes is turned away."""
-    request = chat(user="u", store=True, metadata={}, n=None, tools=[], tool_choice="auto", logit_bias={}, wild=[1])
-    assert request.requests[0].choices == 1
+HARMLESS = {
+    "user": "u",
+    "store": True,
+    "metadata": {"a": "b"},
+    "safety_identifier": "s",
+    "parallel_tool_calls": True,
+    "service_tier": "default",
+    "n": None,
+    "tools": [],
+    "tool_choice": "auto",
+    "logit_bias": {},
+    "frequency_penalty": 0.0,
+    "top_k": -1,
+    "min_p": 0,
+    "wild": None,
+}
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_parameters_without_effect_or_that_say_not_used_are_taken(field):
+    """Fails when a client that sends what OpenAI also takes is turned away, or what it sends changes the request."""
+    assert chat(**{field: HARMLESS[field]}) == chat()
+
+
+@pytest.mark.parametrize(("read", "params"), [(parse_chat_body, ChatParams), (parse_completion_body, CompletionParams)])
+def test_every_field_that_openais_library_can_send_is_known(read, params):
+    """Fails when the library learns a field of which nobody has said what becomes of it here."""
+    refusals = {name: refusal(read, BODIES[read] | {name: object()}) for name in params.__annotations__}
+    assert len(refusals) > 15
+    assert not [name for name, why in refusals.items() if "not a field that is known" in why]
+
+
+def refusal(read, body) -> str:
+    try:
+        read(body)
+    except InvalidRequest as refused:
+        return str(refused)
+    return ""
+
+
+def test_what_an_answer_has_beside_its_text_may_come_back_empty():
+    """Fails when a client that sends an answer back as it came, as chats do, is turned away."""
+    answer = {
+        "role": "assistant",
+        "content": "a",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [],
+        "provider_specific_fields": {"refusal": None},
+    }
+    request = chat(messages=[answer, {"role": "user", "content": "b"}])
+    assert request.requests[0].prompt == ChatPrompt((ChatTurn("assistant", "a"), ChatTurn("user", "b")))
+
+
+def test_a_speakers_name_is_kept():
+    """Fails when two users of one chat become one."""
+    (one,) = chat(messages=[{"role": "user", "content": "a", "name": "ann"}]).requests
+    assert one.prompt == ChatPrompt((ChatTurn("user", "a", name="ann"),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"tools": [{"type": "function"}]}, UnsupportedField),
+        ({"wild": 1}, UnsupportedField),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, UnsupportedField),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, UnsupportedField),
+        ({"n": 0}, InvalidRequest),
+    ],
+)
+def test_what_is_not_done_here_is_told_apart_from_what_is_wrong(changes, error):
+    """Fails when a client cannot tell that leaving the field out would help."""
+    with pytest.raises(InvalidRequest) as raised:
+        chat(**changes)
+    assert type(raised.value) is error
+
+
+def test_usage_in_a_stream_is_asked_for_at_its_end_or_in_every_piece():
+    """Fails when one of the two is taken for the other."""
+    for options, expected in (
+        ({}, (False, False)),
+        ({"include_usage": True, "include_obfuscation": False}, (True, False)),
+        ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
+    ):
+        request = chat(stream=True, stream_options=options)
+        assert (request.include_usage, request.running_usage) == expected
+
+
+def test_log_probabilities_that_come_at_once_are_bounded_and_those_of_a_stream_are_not():
+    """Fails when one answer's log-probabilities keep a gateway's loop for seconds."""
+    many = {"logprobs": True, "top_logprobs": 20, "n": 8, "max_tokens": 1_000}
+    with pytest.raises(InvalidRequest, match="or for a stream") as raised:
+        chat(**many)
+    assert raised.value.param == "logprobs"
+    assert chat(**many, stream=True).logprobs
+    with pytest.raises(InvalidRequest, match="or for a stream"):
+        chat(**(many | {"max_tokens": None}))
+    assert chat(**(many | {"max_tokens": 500})).logprobs
 
 
 def test_both_spellings_of_the_length_are_read_and_may_not_differ():
     """Fails when one of the two is dropped silently."""
     assert chat(max_completion_tokens=3).requests[0].sampling.max_tokens == 3
     assert chat(max_completion_tokens=3, max_tokens=3).requests[0].sampling.max_tokens == 3
+    assert completion(max_completion_tokens=3).requests[0].sampling.max_tokens == 3
     with pytest.raises(InvalidRequest, match="differ"):
         chat(max_completion_tokens=3, max_tokens=4)
 
@@ -241,7 +363,7 @@ fields = st.sampled_from(
 def test_any_json_object_becomes_a_request_or_is_refused(parse, changes):
     """Fails when some input raises anything but InvalidRequest."""
     try:
-        request = parse(CHAT | COMPLETION | changes)
+        request = parse(BODIES[parse] | changes)
     except InvalidRequest:
         return
     assert isinstance(request, OpenAiRequest)

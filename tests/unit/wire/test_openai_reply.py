@@ -50,6 +50,8 @@ def test_a_tokens_log_probability_names_the_token_itself():
     plain = render_logprobs([delta, delta], chat=False)
     assert plain["tokens"] == ["é", "é"]
     assert plain["text_offset"] == [0, 1]
+    assert render_logprobs([delta, delta], chat=False, text_offset=5)["text_offset"] == [5, 6]
+    assert render_logprobs([], chat=False)["text_offset"] == []
     assert plain["top_logprobs"][0] == {"é": -0.1, "x": -2.0}
 
 

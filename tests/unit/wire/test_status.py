@@ -18,6 +18,7 @@ from headrace.core.errors import (
     TenantOverShare,
     Unauthenticated,
     UnknownModel,
+    UnsupportedField,
     WorkerUnavailable,
 )
 from headrace.wire.openai_reply import render_error
@@ -27,6 +28,7 @@ ERRORS = [
     (InvalidRequest("n is wrong", param="n"), 400, "INVALID_ARGUMENT"),
     (ContextExceeded("too long", tokens_max=5, param="prompt"), 400, "INVALID_ARGUMENT"),
     (RequestTooLarge(10), 413, "INVALID_ARGUMENT"),
+    (UnsupportedField("no tools here", param="tools"), 400, "INVALID_ARGUMENT"),
     (UnknownModel("x", ["m"]), 404, "NOT_FOUND"),
     (Unauthenticated("no API key"), 401, "UNAUTHENTICATED"),
     (PermissionDenied("see other groups"), 403, "PERMISSION_DENIED"),
@@ -75,10 +77,11 @@ def test_faults_of_our_own_are_not_told_in_detail():
     assert "secret" not in str(render_error(ValueError("secret path")))
 
 
-def test_retry_after_is_whole_seconds_rounded_up():
+def test_retry_after_is_whole_seconds_rounded_up_and_milliseconds_beside_it():
     """Fails when a client is told to come back too early, or at once."""
-    assert http_headers(Overloaded("full", retry_after_ms=1500)) == {"retry-after": "2"}
-    assert http_headers(Overloaded("full", retry_after_ms=1)) == {"retry-after": "1"}
+    for wait_ms, wait_s in ((1500, "2"), (1, "1")):
+        expected = {"retry-after": wait_s, "retry-after-ms": str(wait_ms)}
+        assert http_headers(Overloaded("full", retry_after_ms=wait_ms)) == expected
     assert http_headers(InvalidRequest("x")) == {}
     assert http_headers(Unauthenticated("x")) == {"www-authenticate": "Bearer"}
 
