@@ -152,6 +152,14 @@ def made_up_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @load_options
 @click.option("--url", default="", help="Send over HTTP to this OpenAI-compatible server, as http://127.0.0.1:8000.")
 @click.option("--chat", is_flag=True, help="Over HTTP: as chat completions instead of completions.")
+@click.option(
+    "--stop-at-eos", is_flag=True,
+    help="Over HTTP: let answers end where the model ends them, for servers that refuse ignore_eos.",
+)  # fmt: skip
+@click.option(
+    "--context-tokens", type=click.IntRange(min=1),
+    help="Scale prompts to fit so many with their outputs. Default: the context that the server says it has.",
+)  # fmt: skip
 @click.option("--model", default="", help="Needed only when more than one is served.")
 @click.option("--bypass", is_flag=True, help="Compute every prompt, whatever is cached, and leave nothing behind.")
 @address_option
@@ -172,6 +180,8 @@ def serve(
     slo: Any,
     url: str,
     chat: bool,
+    stop_at_eos: bool,
+    context_tokens: int | None,
     model: str,
     bypass: bool,
     address: str,
@@ -188,12 +198,12 @@ def serve(
     Examples:
       headrace bench serve --rate 4 --duration 30s
       headrace bench serve --trace conversation_trace.jsonl --requests 500 --rate 2 --json > load.json
-      headrace bench serve --url http://10.0.0.5:8000 --chat --rate 2 --slo-ttft-ms 500
+      headrace bench serve --url http://10.0.0.5:8000 --context-tokens 4096 --rate 2 --slo-ttft-ms 500
     """
     if trace is not None and prompts is not None:
         raise InvalidRequest("--trace and --prompts are two workloads; give one", param="trace")
-    if chat and not url:
-        raise InvalidRequest("--chat is an endpoint of the HTTP API; it needs --url", param="chat")
+    if (chat or stop_at_eos) and not url:
+        raise InvalidRequest("--chat and --stop-at-eos are of the HTTP API; they need --url", param="url")
     measure, workload, endpoint, cache_use = (
         load_function(f"headrace.bench.{path}", command="bench serve", extra="all")
         for path in (
@@ -211,6 +221,7 @@ def serve(
             model=model,
             access=access_of(context),
             cache=cache_use(reads=not bypass, publishes=not bypass),
+            stops_at_eos=stop_at_eos,
         ),
         workload(
             trace=trace,
@@ -221,6 +232,7 @@ def serve(
             rate=rate,
             seed=seed,
             output_tokens_max=max_tokens,
+            context_tokens_max=context_tokens,
         ),
         bounds=bounded(bounds) if trace is None else bounds,
         slo=slo,

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidRequest
@@ -44,8 +45,13 @@ class HttpServer:
             raise InvalidRequest(f"{url!r} is no URL like http://127.0.0.1:8000", param="url")
         return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"))
 
+    @property
+    def authority(self) -> str:
+        """`host:port`, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.port}{self.base}"
+        return f"{self.scheme}://{self.authority}{self.base}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +111,11 @@ async def http_request(
 
     Raises OSError when there is no connection, ProtocolBroken when what comes is no answer.
     """
-    context = ssl.create_default_context() if server.scheme == "https" else None
+    context = _usual_authorities() if server.scheme == "https" else None
     reader, writer = await asyncio.open_connection(server.host, server.port, ssl=context)
     try:
         named = {
-            "host": f"{server.host}:{server.port}",
+            "host": server.authority,
             "content-length": str(len(body)),
             "connection": "close",
             **headers,
@@ -120,6 +126,12 @@ async def http_request(
         yield await _read_head(reader)
     finally:
         writer.close()
+
+
+@cache
+def _usual_authorities() -> ssl.SSLContext:
+    """Read once: reading them takes milliseconds, in which nothing else would be sent or timed."""
+    return ssl.create_default_context()
 
 
 async def _read_head(reader: asyncio.StreamReader) -> HttpReply:

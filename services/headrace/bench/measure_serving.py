@@ -56,6 +56,7 @@ class Workload:
     rate: float | None = None  # None: the trace's own times, else RATE_DEFAULT
     seed: int = 0
     output_tokens_max: int = 64
+    context_tokens_max: int | None = None  # prompts and outputs fit here; None: the context that the server has
 
     @property
     def name(self) -> str:
@@ -74,6 +75,7 @@ class ServingEndpoint:
     model: str = ""  # "": the only one
     access: Access = field(default_factory=Access)  # over HTTP: the API key of it
     cache: CacheUse = ANY_USE
+    stops_at_eos: bool = False  # over HTTP: see HttpTarget
 
     @property
     def name(self) -> str:
@@ -122,16 +124,20 @@ def plan_workload(
         trace = _make_trace(workload, bounds)
         # Conversations take a while until they overlap as they do later on: a short load would be too light.
         chosen = at_rate(trace, workload.rate or RATE_DEFAULT, requests_max=None)
+    context_tokens_max = workload.context_tokens_max or model.context_tokens_max
+    if not context_tokens_max:
+        context_tokens_max = CONTEXT_TOKENS_ASSUMED
+        report(f"the server does not say how long its contexts are: {context_tokens_max:,} tokens are taken for it")
     shape = shape_prompts(
         block_tokens=trace.block_tokens,
         prompt_tokens_max=max(request.input_tokens for request in chosen),
-        context_tokens_max=model.context_tokens_max or CONTEXT_TOKENS_ASSUMED,
+        context_tokens_max=context_tokens_max,
         output_tokens_max=workload.output_tokens_max,
         seed=workload.seed,
         as_words=as_words,
     )
     if shape.scale < 1:
-        report(f"lengths are scaled by {shape.scale:.3f}: the longest then fits the model's context")
+        report(f"lengths are scaled by {shape.scale:.3f}: the longest then fits {context_tokens_max:,} tokens")
     return plan_trace(chosen, shape)
 
 
@@ -154,11 +160,14 @@ async def opened(endpoint: ServingEndpoint) -> AsyncIterator[tuple[LoadTarget, S
     """The target and the model that it serves."""
     deadline = Deadline.after(DESCRIBE_TIMEOUT_S, SystemClock())
     if endpoint.url:
-        server = HttpServer.of(endpoint.url)
+        server, api_key = HttpServer.of(endpoint.url), endpoint.access.get("api_key", "")
         async with deadline.scope("list the models"):
-            api_key = endpoint.access.get("api_key", "")
             model = await HttpTarget.find_model(server, endpoint.model, api_key=api_key)
-        yield HttpTarget(server, model.id, chat=endpoint.chat, api_key=api_key, cache=endpoint.cache), model
+        target = HttpTarget(
+            server, model.id, chat=endpoint.chat, api_key=api_key, cache=endpoint.cache,
+            stops_at_eos=endpoint.stops_at_eos,
+        )  # fmt: skip
+        yield target, model
         return
     async with AsyncHeadraceClient(endpoint.grpc_address, **endpoint.access) as client:
         async with deadline.scope("list the models"):

@@ -29,10 +29,10 @@ class LoadReport:
         """Latencies, then counts and rates."""
         tally, found = self.tally, self.tally.as_json()
         times = [
-            _times("first token", tally.ttft),
-            _times("between tokens", tally.itl),
-            _times("per output token", tally.tpot),
-            _times("whole answer", tally.e2e),
+            _times("TTFT: first token", tally.ttft),
+            _times("ITL: between tokens", tally.itl),
+            _times("TPOT: an answer's mean ITL", tally.tpot),
+            _times("E2E: whole answer", tally.e2e),
             _times("sent late by", tally.lag),
         ]
         rates, good = found["throughput"], found["goodput"]
@@ -42,7 +42,7 @@ class LoadReport:
             ["answered", f"{tally.finished:,}, {rates['requests_per_s']:.2f} a second"],
             ["failed", _failures(tally)],
             ["prompt tokens", f"{tally.prompt_tokens:,}, {rates['prompt_tokens_per_s']:,.0f} a second"],
-            ["of them cached", _cached(found["cached_tokens"], tally.prompt_tokens)],
+            ["of them cached", _cached(tally)],
             ["output tokens", f"{tally.completion_tokens:,}, {rates['output_tokens_per_s']:,.0f} a second"],
             [
                 "goodput",
@@ -84,10 +84,11 @@ def _failures(tally: LoadTally) -> str:
     return (f"{tally.failed:,}: {kinds}" if kinds else "0") + not_sent
 
 
-def _cached(by_source: dict[str, int], prompt_tokens: int) -> str:
-    total = sum(by_source.values())
-    named = ", ".join(f"{count:,} {source}" for source, count in by_source.items() if count)
-    return f"{total:,} ({total / max(1, prompt_tokens):.1%})" + (f": {named}" if named else "")
+def _cached(tally: LoadTally) -> str:
+    if tally.cached_share is None:
+        return "-"
+    named = ", ".join(f"{count:,} {source}" for source, count in tally.cached_tokens.items() if count)
+    return f"{tally.cached_tokens.total():,} ({tally.cached_share:.1%})" + (f": {named}" if named else "")
 
 
 def _rounded(value: Any) -> Any:

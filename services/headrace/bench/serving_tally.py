@@ -40,7 +40,10 @@ class LoadTally:
         self.error_examples: dict[str, str] = {}
         self.ttft, self.itl, self.tpot, self.e2e, self.lag = (LatencyHistogram() for _ in range(5))
         self.prompt_tokens = self.completion_tokens = 0
-        self.cached_tokens: Counter[str] = Counter()
+        self.cached_tokens: Counter[str] = Counter()  # by source
+        # Whether any answer said what was cached. Some servers leave it out of answers that found nothing (vLLM), so
+        # one answer without it says nothing; if all are, nobody knows.
+        self.tells_cached = False
         self.start_s = self.end_s = 0.0
 
     @property
@@ -53,6 +56,11 @@ class LoadTally:
         """Whether the generator kept the arrival times: if not, the load was not the one that was asked for."""
         late_ms = self.lag.percentile(99)
         return self.not_sent == 0 and (late_ms is None or late_ms <= LAG_MS_MAX)
+
+    @property
+    def cached_share(self) -> float | None:
+        """Cached prompt tokens / prompt tokens (the token hit rate); None where the server does not say."""
+        return self.cached_tokens.total() / self.prompt_tokens if self.tells_cached and self.prompt_tokens else None
 
     def begin(self, now_s: float) -> None:
         """Arrivals are planned from now on."""
@@ -96,11 +104,11 @@ class LoadTally:
             },
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "cached_tokens": dict(self.cached_tokens),
+            "cached_tokens": dict(self.cached_tokens) if self.tells_cached else None,
             "cached_share": {
-                source: count / self.prompt_tokens if self.prompt_tokens else 0.0
-                for source, count in {**self.cached_tokens, "total": self.cached_tokens.total()}.items()
-            },
+                source: count / self.prompt_tokens for source, count in self.cached_tokens.items() if self.prompt_tokens
+            }
+            | {"total": self.cached_share},
             "generator": {"lag_ms": self.lag.summary(), "kept_arrivals": self.kept_arrivals},
         }
 
@@ -144,7 +152,9 @@ class RequestTally:
         tally.finished += 1
         tally.prompt_tokens += usage.prompt_tokens
         tally.completion_tokens += usage.completion_tokens
-        tally.cached_tokens.update(usage.cached_tokens)
+        if usage.cached_tokens is not None:
+            tally.tells_cached = True
+            tally.cached_tokens.update(usage.cached_tokens)
         in_time = (self._first_s - self._planned_s) * 1e3 <= tally.slo.ttft_ms and tpot_ms <= tally.slo.itl_ms
         tally.good += in_time
         tally.end_s = max(tally.end_s, now_s)

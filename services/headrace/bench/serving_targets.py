@@ -7,7 +7,7 @@ failure is a HeadraceError: the server's own, or RequestFailed with a kind that 
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from headrace.bench.http_stream import HttpReply, HttpServer, ProtocolBroken, http_request
@@ -43,7 +43,7 @@ def error_kind(error: HeadraceError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenArrived:
-    """One more piece of the answer: over gRPC each token, over HTTP each chunk with text."""
+    """One more piece of the answer: over gRPC each token, over HTTP each chunk with text or reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class AnswerUsage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: Mapping[str, int]  # by source
+    cached_tokens: Mapping[str, int] | None  # by source; None where the server does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +113,28 @@ class GrpcTarget:
 
 
 class HttpTarget:
-    """An OpenAI-compatible server. `chat`: /v1/chat/completions, which takes text only; else /v1/completions."""
+    """An OpenAI-compatible server; asks it for nothing but its list of models and completions.
+
+    chat: /v1/chat/completions, which takes text only; else /v1/completions.
+    stops_at_eos: answers end where the model ends them. Else they are as long as planned, which is asked for by
+    `ignore_eos`: vLLM, SGLang and others know it beside us, and servers that take OpenAI's own fields alone refuse it.
+    """
 
     def __init__(
-        self, server: HttpServer, model: str, *, chat: bool, api_key: str = "", cache: CacheUse = ANY_USE
+        self,
+        server: HttpServer,
+        model: str,
+        *,
+        chat: bool,
+        api_key: str = "",
+        cache: CacheUse = ANY_USE,
+        stops_at_eos: bool = False,
     ) -> None:
         self._server = server
         self._model = model
         self._chat = chat
         self._cache = cache
+        self._stops_at_eos = stops_at_eos
         self._headers = {"content-type": "application/json", "accept": "text/event-stream"} | _bearer(api_key)
 
     @staticmethod
@@ -163,10 +176,11 @@ class HttpTarget:
             "model": self._model,
             "max_tokens": request.max_tokens,
             "temperature": 0,
-            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if not self._stops_at_eos:
+            body["ignore_eos"] = True
         if self._chat:
             assert isinstance(request.prompt, str), "prompts for a chat are made of words"
             body["messages"] = [{"role": "user", "content": request.prompt}]
@@ -179,14 +193,14 @@ class HttpTarget:
         return body
 
     async def _read_answer(self, reply: HttpReply) -> AnswerStream:
-        pieces, usage = 0, AnswerUsage(0, 0, {})
+        pieces, usage = 0, AnswerUsage(0, 0, None)
         async with aclosing(reply.lines()) as lines:  # type: ignore[type-var]
             async for line in lines:
                 if not line.startswith(b"data:"):
                     continue
                 if (data := line[5:].strip()) == b"[DONE]":
                     # A server that does not count its tokens: pieces are the best that is known.
-                    yield usage if usage.completion_tokens else AnswerUsage(usage.prompt_tokens, pieces, {})
+                    yield usage if usage.completion_tokens else replace(usage, completion_tokens=pieces)
                     return
                 chunk = _json_object(data)
                 if "error" in chunk:
@@ -225,9 +239,13 @@ def _json_object(data: bytes) -> dict[str, Any]:
 
 
 def _has_text(chunk: dict[str, Any]) -> bool:
-    """The first chunk of a chat names the role and has no text: it is not the first token."""
+    """The first chunk of a chat names the role and has no text: it is not the first token.
+
+    What a model reasons comes as text of its own, by one of two names.
+    """
     for choice in chunk.get("choices") or ():
-        if choice.get("text") or (choice.get("delta") or {}).get("content"):
+        delta = choice.get("delta") or {}
+        if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "reasoning")):
             return True
     return False
 
@@ -235,8 +253,8 @@ def _has_text(chunk: dict[str, Any]) -> bool:
 def _usage_of(usage: dict[str, Any]) -> AnswerUsage:
     by_source = (usage.get("headrace") or {}).get("cached_tokens")
     if by_source is None:
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        by_source = {ANY_SOURCE: int(cached)} if cached else {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        by_source = None if cached is None else {ANY_SOURCE: int(cached)}
     return AnswerUsage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0), by_source)
 
 

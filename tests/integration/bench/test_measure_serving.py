@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import signal
-import sys
 from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 from tiny_gateway import make_worker_record, tiny_gateway, write_tokenizer
 
 from headrace.bench.http_stream import HttpServer, ProtocolBroken, http_request
@@ -28,28 +25,24 @@ def model_path(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tiny-model"))
 
 
-@asynccontextmanager
-async def served(model_path):
-    """A tiny gateway on free ports: (gateway, base URL, gRPC address)."""
-    async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
-        channels = Channels()
-        grpc_server, grpc_port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
-        config = uvicorn.Config(build_http_app(gateway.service), port=0, log_level="error", lifespan="off")
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None
-        serving = asyncio.create_task(server.serve())
-        try:
-            async with asyncio.timeout(60):
-                while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-                    await asyncio.sleep(0.01)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            await warm_up(gateway, HttpServer.of(f"http://127.0.0.1:{port}"))
-            yield gateway, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
-        finally:
-            server.should_exit = True
-            await serving
-            await channels.close()
-            await grpc_server.stop(grace=0)
+@pytest.fixture
+def served(model_path, serve_http):
+    """Starts a tiny gateway on free ports: (gateway, base URL, gRPC address)."""
+
+    @asynccontextmanager
+    async def start():
+        async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
+            channels = Channels()
+            grpc_server, grpc_port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
+            try:
+                async with serve_http(build_http_app(gateway.service)) as url:
+                    await warm_up(gateway, HttpServer.of(url))
+                    yield gateway, url, f"127.0.0.1:{grpc_port}"
+            finally:
+                await channels.close()
+                await grpc_server.stop(grace=0)
+
+    return start
 
 
 async def warm_up(gateway, server):
@@ -62,29 +55,9 @@ async def warm_up(gateway, server):
         worker.calls.clear()
 
 
-async def bench_serve(*options, interrupt_when=None):
-    """(exit code, JSON, what was said)."""
-    command = [sys.executable, "-m", "headrace.admin.cli", "bench", "serve", "--json", *map(str, options)]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    said = b""
-    if interrupt_when is not None:
-        while b"Ctrl-C ends it" not in said:
-            line = await process.stderr.readline()
-            assert line, said
-            said += line
-        async with asyncio.timeout(60):
-            while not interrupt_when():  # noqa: ASYNC110 - what is counted is another process's doing
-                await asyncio.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-    printed, rest = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode, json.loads(printed), (said + rest).decode()
-
-
-async def test_each_request_is_sent_once_and_each_answer_counted_whole(model_path):
+async def test_each_request_is_sent_once_and_each_answer_counted_whole(served, bench_serve):
     """Fails when a request is lost or doubled, a token is not counted, or what was cached is not told by source."""
-    async with served(model_path) as (gateway, url, address):
+    async with served() as (gateway, url, address):
         for way in (["--address", address], ["--url", url], ["--url", url, "--chat"]):
             code, found, said = await bench_serve(*way, "--requests", 20, "--rate", 40, "--max-tokens", 7)
             assert code == 0, said
@@ -109,7 +82,7 @@ def assert_counts_are_exact(found, calls):
     assert found["goodput"]["requests"] <= 20
 
 
-async def test_a_trace_keeps_its_shared_prefixes_and_bypassing_reuses_nothing(model_path, tmp_path):
+async def test_a_trace_keeps_its_shared_prefixes_and_bypassing_reuses_nothing(served, tmp_path, bench_serve):
     """Fails when equal ids of a trace are not equal tokens for the server, or --bypass reads the cache."""
     trace = tmp_path / "trace.jsonl"
     lines = [
@@ -122,7 +95,7 @@ async def test_a_trace_keeps_its_shared_prefixes_and_bypassing_reuses_nothing(mo
         for n in range(8)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    async with served(model_path) as (gateway, _, address):
+    async with served() as (gateway, _, address):
         _, bypassed, _ = await bench_serve("--address", address, "--trace", trace, "--bypass")
         assert not gateway.calls.stored
         _, found, _ = await bench_serve("--address", address, "--trace", trace, "--rate", 20)
@@ -131,17 +104,13 @@ async def test_a_trace_keeps_its_shared_prefixes_and_bypassing_reuses_nothing(mo
     assert found["cached_tokens"]["shared_memory"] == 7 * 64  # four blocks of sixteen, for all but the first
 
 
-async def test_ctrl_c_prints_what_was_measured(model_path):
+async def test_ctrl_c_prints_what_was_measured(served, bench_serve):
     """Fails when an interrupted load prints nothing, prints no JSON, or says that it ended well."""
-    async with served(model_path) as (gateway, _, address):
+    async with served() as (gateway, _, address):
         for worker in gateway.calls.workers.values():
             worker.token_seconds = 0.05
         slowly = ("--rate", 20, "--max-tokens", 6)
-
-        def some_are_answered() -> bool:
-            return sum(worker.tokens_made for worker in gateway.calls.workers.values()) > 20 * 6
-
-        code, found, said = await bench_serve("--address", address, *slowly, interrupt_when=some_are_answered)
+        code, found, said = await bench_serve("--address", address, *slowly, interrupt_after=r"[1-9]\d* answered")
     assert code == 130
     assert found["interrupted"]
     assert found["requests"]["finished"] > 0
@@ -149,8 +118,8 @@ async def test_ctrl_c_prints_what_was_measured(model_path):
     assert "interrupted" in said
 
 
-async def test_failures_are_reported_by_kind(model_path):
-    async with served(model_path) as (gateway, url, address):
+async def test_failures_are_reported_by_kind(served, bench_serve):
+    async with served() as (gateway, url, address):
         for worker in gateway.calls.workers.values():
             worker.fails = Overloaded("the worker is full", retry_after_ms=10)
         code, over_grpc, said = await bench_serve("--address", address, "--requests", 3, "--rate", 50)
@@ -195,7 +164,7 @@ async def test_answers_of_other_servers_are_read_too():
     async with scripted_server(head + EVENTS + USAGE + b"\n\ndata: [DONE]\n\n") as server:
         assert await answer_of(server) == [TokenArrived(), TokenArrived(), AnswerUsage(9, 3, {"any": 4})]
     async with scripted_server(head + EVENTS + b"data: [DONE]\n\n") as server:
-        assert (await answer_of(server))[-1] == AnswerUsage(0, 2, {})
+        assert (await answer_of(server))[-1] == AnswerUsage(0, 2, None)
     chunks = b"".join(
         f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in (EVENTS[:20], EVENTS[20:], b"data: [DONE]\n")
     )
@@ -225,7 +194,7 @@ async def test_an_answer_that_is_not_whole_is_a_failure_with_a_kind(sent, kind):
     assert failed.value.kind == kind
 
 
-async def test_nobody_there_is_said_before_anything_is_sent(unused_tcp_port):
+async def test_nobody_there_is_said_before_anything_is_sent(unused_tcp_port, bench_serve):
     server = HttpServer.of(f"127.0.0.1:{unused_tcp_port}")
     with pytest.raises(RequestFailed) as failed:
         await answer_of(server)
@@ -241,6 +210,7 @@ async def test_urls_that_are_none_are_refused():
         with pytest.raises(InvalidRequest):
             HttpServer.of(url)
     assert str(HttpServer.of("https://host/v1/")) == "https://host:443"
+    assert str(HttpServer.of("http://[::1]:8000")) == "http://[::1]:8000"
 
 
 async def test_a_body_with_a_length_is_read_to_its_end():
