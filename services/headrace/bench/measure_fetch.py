@@ -8,7 +8,6 @@ Needs no model.
 
 import asyncio
 import mmap
-import os
 import random
 import secrets
 import socket
@@ -20,7 +19,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import redis
 
@@ -36,6 +34,7 @@ from headrace.bench.data_paths import (
     copy_in_memory,
     store_run,
 )
+from headrace.bench.processor_time import cpu_seconds
 from headrace.bench.raw_sender import make_bytes
 from headrace.bench.report import FetchReport, FetchRow
 from headrace.blocks.host_arena import host_id
@@ -71,7 +70,6 @@ MEASURE_BUDGET_S = 20.0
 # Single blocks read per row, round and way: 12 rounds give 192, enough for a 99th percentile.
 LATENCY_SAMPLES = 16
 SEED = 20_260
-_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def measure_fetch(
@@ -211,8 +209,7 @@ class _Bench:
 
     def _cpu_s(self) -> float:
         """Processor time so far of this process and of the store node's, user and system."""
-        fields = Path(f"/proc/{self._node.pid}/stat").read_text().rpartition(")")[2].split()
-        return time.process_time() + (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
+        return time.process_time() + cpu_seconds([self._node.pid])
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ from headrace.simulate.cluster_model import ClusterModel
 from headrace.simulate.fit_cluster import FittedTo, fit_cluster
 from headrace.simulate.headrace_policy import HeadracePolicy
 from headrace.simulate.read_trace import Trace, TracedRequest
-from headrace.simulate.replay_routing import RoutingResult, replay_routing, scale_to_load
+from headrace.simulate.replay_routing import RoutingResult, replay_as_it_came
 
 # How often workers are asked what they measured; they announce it every two seconds.
 LISTED_EVERY_S = 1.0
@@ -158,7 +158,7 @@ async def compare_with_live(
         live, listings = await _load_and_list(endpoint, asked, membership, bounds=bounds, slo=slo, report=report)
         trace = await _trace_of(endpoint, asked, listings, bounds=bounds)
         cluster = fit_cluster(listings, _fitted_to(system, trace, request_s=request_s, slo=slo))
-        figures += _compare(run + 1, live, _simulate(trace, cluster))
+        figures += _compare(run + 1, live, replay_as_it_came(trace, cluster, HeadracePolicy))
         remarks += [f"run {run + 1}: {remark}" for remark in live.remarks()]
         if live.interrupted:
             break
@@ -253,19 +253,13 @@ def _fitted_to(system: LiveSystem, trace: Trace, *, request_s: float, slo: Slo) 
     )
 
 
-def _simulate(trace: Trace, cluster: ClusterModel) -> RoutingResult:
-    requests = scale_to_load(trace, cluster, load=0.0, tick_s=0.0, seed=0)
-    return replay_routing(requests, cluster, HeadracePolicy, block_tokens=trace.block_tokens, load=0.0)
-
-
 def _compare(run: int, live: LoadReport, found: RoutingResult) -> list[ComparedFigure]:
     tally = live.tally
-    cached = tally.cached_tokens.total() / max(1, tally.prompt_tokens)
     pairs = [
         ("TTFT p50, ms", tally.ttft.percentile(50), found.ttft_s_p50 * 1e3),
         ("TTFT p90, ms", tally.ttft.percentile(90), found.ttft_s_p90 * 1e3),
         ("ITL p50, ms", tally.tpot.percentile(50), found.itl_ms_p50),
         ("ITL p90, ms", tally.tpot.percentile(90), found.itl_ms_p90),
-        ("cached share", cached, found.device_hit_rate + found.host_hit_rate),
+        ("cached share", tally.cached_share, found.device_hit_rate + found.host_hit_rate),
     ]
     return [ComparedFigure(run, name, measured or 0.0, simulated) for name, measured, simulated in pairs]

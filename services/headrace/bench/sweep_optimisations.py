@@ -5,20 +5,17 @@ two workers, so that no row is better by more hardware. Owns the combinations an
 is the caller's.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headrace.bench.generate_load import LoadBounds, Report
 from headrace.bench.measure_serving import ServingEndpoint, Workload, measure_serving
+from headrace.bench.processor_time import cpu_seconds
 from headrace.bench.serving_report import LoadReport, Table
 from headrace.bench.serving_tally import Slo
 from headrace.bench.serving_targets import CacheUse
-
-_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class SweepRow:
     ttft_ms_p90: float | None
     itl_ms_p50: float | None
     good_share: float | None
-    cached_share: float  # of prompt tokens
+    cached_share: float | None  # of prompt tokens
     cpu_s_per_1000_tokens: float | None  # of all of the system's processes, for 1,000 output tokens
     kept_arrivals: bool
 
@@ -108,7 +105,7 @@ class SweepReport:
                 *(_number(value, ",.0f") for value in (row.ttft_ms_p50, row.ttft_ms_p90)),
                 _number(row.itl_ms_p50, ",.1f"),
                 _number(row.good_share, ".0%"),
-                f"{row.cached_share:.0%}",
+                _number(row.cached_share, ".0%"),
                 _number(row.cpu_s_per_1000_tokens, ",.1f") + ("" if row.kept_arrivals else " (sent late)"),
             ]
             for row in self.rows
@@ -138,7 +135,7 @@ def sweep_optimisations(
         with start_system(combination.settings) as system:
             for number, rate in enumerate(rates):
                 endpoint = ServingEndpoint(grpc_address=system.grpc_address, cache=combination.cache)
-                asked = Workload(rate=rate, seed=workload.seed + number, output_tokens_max=workload.output_tokens_max)
+                asked = replace(workload, rate=rate, seed=workload.seed + number)
                 before_s = cpu_seconds(system.process_ids())
                 found = measure_serving(endpoint, asked, bounds=bounds, slo=slo, report=report)
                 if found.interrupted:
@@ -163,22 +160,10 @@ def _row(name: str, rate: float, found: LoadReport, cpu_s: float) -> SweepRow:
         ttft_ms_p90=tally.ttft.percentile(90),
         itl_ms_p50=tally.itl.percentile(50),
         good_share=figures["goodput"]["share_of_sent"],
-        cached_share=figures["cached_share"]["total"],
+        cached_share=tally.cached_share,
         cpu_s_per_1000_tokens=cpu_s / tokens * 1_000 if tokens else None,
         kept_arrivals=tally.kept_arrivals,
     )
-
-
-def cpu_seconds(process_ids: Iterable[int]) -> float:
-    """Processor time so far, user and system, of these processes and of children that they have waited for."""
-    total = 0.0
-    for process_id in process_ids:
-        try:
-            fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
-            continue
-        total += sum(int(ticks) for ticks in fields[11:15]) / _CLOCK_TICKS_PER_S
-    return total
 
 
 def _number(value: float | None, form: str) -> str:

@@ -15,7 +15,7 @@ from headrace.simulate.cluster_model import ClusterModel
 from headrace.simulate.headrace_policy import HeadracePolicy
 from headrace.simulate.model_shape import Machine, ModelShape, device_kv_tokens, estimate_costs
 from headrace.simulate.read_trace import Trace
-from headrace.simulate.replay_routing import RoutingResult, replay_routing, scale_to_load
+from headrace.simulate.replay_routing import RoutingResult, replay_as_it_came
 from headrace.simulate.reuse_by_size import ReuseRow, found_share, reuse_by_size
 from headrace.simulate.worker_room import WindowsRow, WorkerRoom
 
@@ -300,18 +300,13 @@ class _Search:
         self._tried.add(key)
         host_gib = host_tokens * tried.kv_token_bytes / 2**30
         self._report(f"simulating {prefillers} prefill and {decoders} decode workers, {host_gib:,.0f} GiB each")
-        self.rows.append(_cluster_row(_simulate(self._trace, tried), tried, self._targets))
+        self.rows.append(_cluster_row(replay_as_it_came(self._trace, tried, HeadracePolicy), tried, self._targets))
         return self.rows[-1]
 
 
 def _step(workers: int, excess: float) -> int:
     """How many more to try: one when it is close, up to a half more when it is far off."""
     return max(1, int(workers * min(0.5, (excess - 1) / 8)))
-
-
-def _simulate(trace: Trace, cluster: ClusterModel) -> RoutingResult:
-    requests = scale_to_load(trace, cluster, load=0.0, tick_s=0.0, seed=0)
-    return replay_routing(requests, cluster, HeadracePolicy, block_tokens=trace.block_tokens, load=0.0)
 
 
 def _cluster_row(result: RoutingResult, cluster: ClusterModel, targets: Targets) -> ClusterRow:

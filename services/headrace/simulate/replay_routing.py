@@ -80,6 +80,12 @@ def replay_routing(
     return _sum_up(policy.name, load, outcomes, fleet)
 
 
+def replay_as_it_came(trace: Trace, model: ClusterModel, policy_class: PolicyClass) -> RoutingResult:
+    """Run a trace at its own times."""
+    requests = scale_to_load(trace, model, load=0.0, tick_s=0.0, seed=0)
+    return replay_routing(requests, model, policy_class, block_tokens=trace.block_tokens, load=0.0)
+
+
 def scale_to_load(
     trace: Trace, model: ClusterModel, *, load: float, tick_s: float, seed: int
 ) -> list[SimulatedRequest]:

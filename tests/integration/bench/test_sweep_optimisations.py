@@ -12,13 +12,13 @@ from tiny_gateway import make_worker_record, tiny_gateway, write_tokenizer
 from headrace.bench.generate_load import LoadBounds
 from headrace.bench.measure_serving import Workload
 from headrace.bench.plot_sweep import plot_sweep
+from headrace.bench.processor_time import cpu_seconds
 from headrace.bench.serving_tally import Slo
 from headrace.bench.sweep_optimisations import (
     COMBINATIONS,
     RunningSystem,
     SweepReport,
     SweepRow,
-    cpu_seconds,
     sweep_optimisations,
 )
 from headrace.config import load_config
