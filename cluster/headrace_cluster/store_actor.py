@@ -1,8 +1,8 @@
 """The store node of a host as a detached Ray actor: one per Ray node, in a process of its own.
 
-Owns when a store node is started, where it runs and that Ray starts it again after its process died; then it
-re-attaches the arena, which outlives it. Workers ensure it when they start, so it is the same on one machine and in a
-cluster. What a store node does is in `store/`.
+Owns when a store node is started, where it runs and that Ray starts it again after its process died, or was killed
+because it stood still; then it re-attaches the arena, which outlives it. Workers ensure it when they start, so it is
+the same on one machine and in a cluster. What a store node does is in `store/`.
 
 `python -m headrace_cluster.store_actor` ends all store nodes of the Ray cluster that RAY_ADDRESS names: they outlive
 `serve shutdown` on purpose, and keep the settings that they were started with.
@@ -33,7 +33,7 @@ STORE_STOP_TIMEOUT_S = 10.0
 
 
 class StoreActor:
-    """Runs `serve_store_node` for as long as the actor lives."""
+    """Runs a store node for as long as the actor lives."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:
         from headrace.compose import build_store_node, node_id
@@ -45,6 +45,7 @@ class StoreActor:
         self._node = build_store_node(config)
         await self._node.start()
         self._watch = asyncio.create_task(self._end_when_failed())
+        self._turning = asyncio.create_task(self._node.end_when_stalled())
 
     async def ready(self) -> int:
         """Answers when the store node serves; its process id."""
@@ -58,6 +59,7 @@ class StoreActor:
         """Withdraw from the index, close the server and remove the arena's file."""
         self._watch.cancel()
         await self._node.stop(remove_arena=True)
+        self._turning.cancel()
 
     async def _end_when_failed(self) -> None:
         """A node whose background work died serves no longer; a new process is worth more than a half-dead one."""

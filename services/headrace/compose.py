@@ -398,8 +398,9 @@ def _mirror_index(config: Config, clock: Clock, metrics: Any, parts: AsyncExitSt
 class StoreNode:
     """One store node as the process sees it."""
 
-    def __init__(self, *, service: Any, parts: AsyncExitStack) -> None:
+    def __init__(self, *, service: Any, config: Config, parts: AsyncExitStack) -> None:
         self._service = service
+        self._config = config
         self._parts = parts
 
     async def start(self) -> None:
@@ -409,6 +410,12 @@ class StoreNode:
     async def failed(self) -> None:
         """Wait until the node's background work dies of a bug, and raise that."""
         await self._service.failed()
+
+    async def end_when_stalled(self) -> None:
+        """Until cancelled: have this process killed when its event loop stands still."""
+        from headrace.store.end_when_stalled import end_when_stalled
+
+        await end_when_stalled(log_format=self._config.telemetry.log_format, node_id=node_id(self._config.store))
 
     async def stop(self, *, remove_arena: bool) -> None:
         """Withdraw, stop serving, close. Idempotent."""
@@ -443,4 +450,4 @@ def build_store_node(config: Config) -> StoreNode:
         metrics_context=metrics_context(config.network),
         tracing=_start_tracing(config, parts, part="store", instance_id=node_id(config.store)),
     )
-    return StoreNode(service=service, parts=parts)
+    return StoreNode(service=service, config=config, parts=parts)

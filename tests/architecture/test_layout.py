@@ -33,6 +33,7 @@ LIMITS = [
     for name in (
         "limits.py",
         "index_limits.py",
+        "store_limits.py",
         "draft_limits.py",
         "overtake_limits.py",
         "telemetry_limits.py",

@@ -90,7 +90,7 @@ def test_a_node_and_a_worker_without_traffic_stay_members_and_the_blocks_are_fou
                     announce=lambda: membership.announce(record, ttl_ms=MEMBER_TTL_MS),
                 )
             ),
-            asyncio.ensure_future(announce_node(lambda: record, changes, index, membership, clock=clock)),
+            asyncio.ensure_future(announce_node(lambda: record, changes, membership, clock=clock)),
         ]
         worker = await world.add_worker("decode-a", WorkerRole.DECODE)
         await asyncio.sleep(50 * MEMBER_TTL_MS / 1000)

@@ -9,12 +9,16 @@ is cut at the next start. The payload's checksum is in the header and is checked
 again reads prefixes and headers only. Nothing is synced: after a power cut a record may be missing or broken, which is
 a miss. It does not know which blocks matter, who asks for them, or what stands on what.
 
-`write`, `read` and `mark_dead` block and may run in threads, one writer at a time; everything else is the owner's.
+A segment that is given up takes room until its file is gone: a disk that keeps it must not be filled beyond the bound.
+
+`write`, `read`, `mark_dead` and `remove_file` block and may run in threads, one writer at a time; everything else is
+the owner's, and does not touch the disk.
 """
 
 import contextlib
 import fcntl
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +28,8 @@ import xxhash
 
 from headrace.blocks.host_arena import arena_path
 from headrace.core.errors import BlockCorrupt, ConfigInvalid
-from headrace.core.limits import DISK_SEGMENTS, HEADER_BYTES_MAX
+from headrace.core.limits import HEADER_BYTES_MAX
+from headrace.core.store_limits import DISK_SEGMENT_RECORDS_MAX, DISK_SEGMENTS
 
 _MAGIC = b"HRBLOCK\x01"  # the last byte is the record's version
 _PREFIX = struct.Struct("<8sIQ")  # magic, header bytes, payload bytes
@@ -32,7 +37,7 @@ _SEALED = struct.Struct("<QI")  # xxh3-64 of the prefix, state
 PREFIX_BYTES = _PREFIX.size + _SEALED.size
 _STATE_AT = PREFIX_BYTES - 4
 _DEAD, _LIVE = 0, 1
-_SUFFIX = ".blocks"
+_SEGMENT_NAME = re.compile(r"segment-[0-9a-f]{16}\.blocks")
 DEFAULT_DISK_DIR = "~/.cache/headrace/blocks"
 
 
@@ -63,31 +68,46 @@ class DiskTier:
         self.directory = directory
         self.bytes_max = bytes_max
         self.segment_bytes = bytes_max // segments
+        self._segments_in_half = segments // 2
         self._lock_fd = lock_fd
+        self.segment_records_max = DISK_SEGMENT_RECORDS_MAX
         self._segment_to_bytes: dict[int, int] = {}  # by serial, oldest first
+        self._given_up: dict[int, int] = {}  # likewise, of those whose files are still to be removed
         self._serial = 0  # of the newest segment ever: no serial is used twice in a process
+        self._newest_records = 0  # in that segment
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all segment files, a record that is being written included."""
-        return sum(self._segment_to_bytes.values())
+        """Bytes of all segment files, a record that is being written and those that were given up included."""
+        return sum(self._segment_to_bytes.values()) + sum(self._given_up.values())
+
+    @property
+    def oldest_segment(self) -> int | None:
+        """The one to give up first; None when there is none, or only that into which the next record may go."""
+        oldest = next(iter(self._segment_to_bytes), None)
+        return None if oldest is None or self.is_open(oldest) else oldest
+
+    @property
+    def given_up(self) -> list[int]:
+        """Segments whose files are to be removed: `remove_file`, then `removed`."""
+        return list(self._given_up)
 
     def is_open(self, segment: int) -> bool:
         """Whether the next record may go into that segment."""
         return segment == self._serial
 
     def is_old(self, segment: int) -> bool:
-        """Whether a segment belongs to the older half, which will be reclaimed first, once the tier is half full."""
-        newer = sum(size for serial, size in self._segment_to_bytes.items() if serial > segment)
-        return newer >= self.bytes_max // 2
+        """Whether a segment belongs to the older half, which will be reclaimed first, once the tier is half full, be it
+        in bytes or in records."""
+        newer = [size for serial, size in self._segment_to_bytes.items() if serial > segment]
+        return sum(newer) >= self.bytes_max // 2 or len(newer) > max(1, self._segments_in_half)
 
     def find_records(self) -> list[tuple[DiskRecord, bytes]]:
         """Every live record with its header's bytes, oldest segment first: called once, at start. Cuts torn tails and
         removes files in which nothing lives."""
         found: list[tuple[DiskRecord, bytes]] = []
-        for path in sorted(self.directory.glob(f"segment-*{_SUFFIX}")):
-            serial = int(path.name.removeprefix("segment-").removesuffix(_SUFFIX), 16)
-            self._serial = serial
+        for path in _segment_files(self.directory):
+            self._serial = serial = int(path.stem.removeprefix("segment-"), 16)
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 records = list(_scan(fd, serial))
@@ -99,7 +119,7 @@ class DiskTier:
             if not live:
                 path.unlink()
                 continue
-            self._segment_to_bytes[serial] = end
+            self._segment_to_bytes[serial], self._newest_records = end, len(records)
             found += live
         return found
 
@@ -115,45 +135,53 @@ class DiskTier:
         return found
 
     def segment_to_reclaim(self, more_bytes: int) -> int | None:
-        """The oldest segment when `more_bytes` do not fit under the bound; None when they do."""
+        """The oldest segment when so much more would not fit under the bound even with the given up ones gone."""
         assert more_bytes <= self.segment_bytes
-        if self.used_bytes + more_bytes <= self.bytes_max:
+        if sum(self._segment_to_bytes.values()) + more_bytes <= self.bytes_max:
             return None
         return next(iter(self._segment_to_bytes))
+
+    def has_room(self, more_bytes: int) -> bool:
+        """Whether so much more fits under the bound now."""
+        return self.used_bytes + more_bytes <= self.bytes_max
 
     def place(self, header_bytes: int, payload_bytes: int) -> DiskRecord:
         """Account for a record at the end of the newest segment, or of a new one; `write` it next, or `unplace` it."""
         total = record_bytes(header_bytes, payload_bytes)
-        assert self.segment_to_reclaim(total) is None, "a record was placed above the bound"
-        if self._segment_to_bytes.get(self._serial, self.segment_bytes) + total > self.segment_bytes:
+        assert self.has_room(total), "a record was placed above the bound"
+        is_full = self._segment_to_bytes.get(self._serial, self.segment_bytes) + total > self.segment_bytes
+        if is_full or self._newest_records >= self.segment_records_max:
             self._serial += 1
-            self._segment_to_bytes[self._serial] = 0
+            self._segment_to_bytes[self._serial] = self._newest_records = 0
         offset = self._segment_to_bytes[self._serial]
         self._segment_to_bytes[self._serial] = offset + total
+        self._newest_records += 1
         return DiskRecord(self._serial, offset, header_bytes=header_bytes, payload_bytes=payload_bytes)
 
     def unplace(self, record: DiskRecord) -> None:
-        """Take back the record placed last, which could not be written: cut the file to where it began."""
+        """Take back the record placed last, which could not be written."""
         assert self._segment_to_bytes.get(record.segment) == record.offset + record.total_bytes
+        self._newest_records -= 1
         if record.offset == 0:
-            self.drop_segment(record.segment)
-            return
-        self._segment_to_bytes[record.segment] = record.offset
-        with contextlib.suppress(OSError):  # a tail that cannot be cut is overwritten by the next record
-            os.truncate(self._path(record.segment), record.offset)
+            self.give_up(record.segment)
+        else:
+            self._segment_to_bytes[record.segment] = record.offset
 
-    def drop_segment(self, segment: int) -> bool:
-        """Delete a segment's file and give its bytes back. A read under way of it fails or ends well. False: the disk
-        refuses, and what is live in the file will be found again at the next start."""
-        del self._segment_to_bytes[segment]
-        try:
-            self._path(segment).unlink(missing_ok=True)
-        except OSError:
-            return False
-        return True
+    def give_up(self, segment: int) -> None:
+        """Nothing in a segment counts any more, but its file takes room until it is removed."""
+        self._given_up[segment] = self._segment_to_bytes.pop(segment)
+
+    def remove_file(self, segment: int) -> None:
+        """Delete the file of a segment that was given up. A read under way of it fails or ends well. Blocks. Raises
+        OSError where the disk refuses: what is live in the file would be found again at the next start."""
+        self._path(segment).unlink(missing_ok=True)
+
+    def removed(self, segment: int) -> None:
+        """The file of a segment that was given up is gone: its bytes are free."""
+        del self._given_up[segment]
 
     def write(self, record: DiskRecord, header: bytes, payload: bytes) -> None:
-        """Write a placed record. Blocks. Raises OSError (no space, a broken disk)."""
+        """Write a placed record. Blocks. Raises OSError (no space, a broken disk); what got there of it is cut off."""
         assert (len(header), len(payload)) == (record.header_bytes, record.payload_bytes)
         fd = os.open(self._path(record.segment), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -163,6 +191,10 @@ class DiskTier:
                 while view:
                     written = os.pwrite(fd, view, at)
                     at, view = at + written, view[written:]
+        except OSError:
+            with contextlib.suppress(OSError):  # a tail that cannot be cut is overwritten by the next record
+                os.ftruncate(fd, record.offset)
+            raise
         finally:
             os.close(fd)
 
@@ -195,17 +227,21 @@ class DiskTier:
             os.close(fd)
 
     def check_integrity(self, *, writing: bool) -> None:
-        """Bytes accounted == bytes of the files, and never above the bound; no file is unaccounted.
+        """Bytes accounted == bytes of the files, and what counts is never above the bound; no file is unaccounted.
 
-        writing: a record is placed whose write has not ended, so the newest file may be shorter than its account.
+        writing: a record is placed whose write has not ended, so the newest file may be shorter than its account. The
+        files of given up segments may be gone already, or never have been there.
         """
-        assert self.used_bytes <= self.bytes_max, "the disk tier is above its bound"
-        files = {path.name: path.stat().st_size for path in self.directory.glob(f"segment-*{_SUFFIX}")}
+        assert sum(self._segment_to_bytes.values()) <= self.bytes_max, "the disk tier is above its bound"
+        assert not self._segment_to_bytes.keys() & self._given_up.keys()
+        files = {path.name: path.stat().st_size for path in _segment_files(self.directory)}
         for segment, accounted in self._segment_to_bytes.items():
             size = files.pop(self._path(segment).name, 0)
             assert size == accounted or (writing and segment == self._serial and size < accounted), (
                 "bytes are unaccounted"
             )
+        for segment, accounted in self._given_up.items():
+            assert files.pop(self._path(segment).name, 0) <= accounted, "a given up file is larger than its account"
         assert not files, "a segment file has no account"
 
     def close(self) -> None:
@@ -215,7 +251,7 @@ class DiskTier:
             self._lock_fd = -1
 
     def _path(self, segment: int) -> Path:
-        return self.directory / f"segment-{segment:016x}{_SUFFIX}"
+        return self.directory / f"segment-{segment:016x}.blocks"
 
 
 def disk_path(disk_dir: str | Path, node_id: str) -> Path:
@@ -246,13 +282,18 @@ def remove_disk(path: Path) -> bool:
         return False
     tier = open_disk(path, 0)
     try:
-        for file in (*path.glob(f"segment-*{_SUFFIX}"), path / "lock"):
+        for file in (*_segment_files(path), path / "lock"):
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something that is not ours lies there
             path.rmdir()
     finally:
         tier.close()
     return True
+
+
+def _segment_files(directory: Path) -> list[Path]:
+    """Ours only, oldest first."""
+    return sorted(path for path in directory.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
 
 
 def _prefix(header_bytes: int, payload_bytes: int) -> bytes:

@@ -205,6 +205,7 @@ class HostArena(ArenaView):
         """Claim the slot of a record found at start; False when it overlaps another or leaves the arena."""
         if not self._extents.take(slot, units):
             return False
+        self._back(slot + units)  # its pages exist: now, before the node serves, looking at them costs nobody time
         self._slot_to_units[slot] = units
         return True
 

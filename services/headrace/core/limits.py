@@ -1,4 +1,4 @@
-"""Every bound of the system, with its reason and arithmetic; those of the index, of events and of drafts lie beside it.
+"""Every bound of the system, with its reason and arithmetic; those of one part alone lie beside it, in `*_limits.py`.
 
 Deployment-dependent sizes are in `config.py` instead.
 """
@@ -350,33 +350,6 @@ API_KEYS_MAX = 1_024
 # A tenants file of API_KEYS_MAX keys at 101 characters, each with a tenant around it, takes about 200 KB.
 TENANTS_FILE_BYTES_MAX = 1024 * 1024
 
-# Segments that a disk tier's bound is cut into: reclaiming one gives up 3 % at a time, and at 1 TB it is 32 GB. A block
-# larger than a segment is not kept: 1.4 MiB fit from 45 MiB of disk on.
-DISK_SEGMENTS = 32
-
-# Blocks that one node keeps on disk: the index of them is in memory, at about 1 KB each, so 128 MB at the bound.
-DISK_BLOCKS_MAX = 131_072
-
-# Bytes of evicted blocks that wait to be written to disk: 64 MiB are 46 blocks of 1.4 MiB, a tenth of a second of a
-# 0.6 GB/s disk. Beyond it a block is dropped: neither writers nor readers wait for the disk.
-DEMOTE_QUEUE_BYTES_MAX = 64 * 1024 * 1024
-
-# How long a lease waits for blocks to come from disk: half of what the whole call may take. At 1 GB/s it is 700 blocks
-# of 1.4 MiB; what has not come by then is computed.
-PROMOTE_TIMEOUT_MS = 1_000
-
-# Bytes read from disk in one step and then copied into the arena on the event loop (8 MiB: 1 ms); one block at least.
-PROMOTE_BATCH_BYTES = 8 * 1024 * 1024
-
-# Threads that read from disk: two overlap one's checking with the other's waiting; with the batch they bound memory.
-DISK_READERS = 2
-
-# After a promotion ran out of time nobody asks the disk for so long: one that hangs costs one reader its time, not all.
-DISK_PAUSE_MS = 5_000
-
-# How long an operator's eviction waits for the disk to take what was removed, so that it stays removed after a crash.
-DISK_SETTLE_TIMEOUT_MS = 5_000
-
 # Names of evicted blocks that a policy remembers for each block held, to know one that comes back. 100 bytes a name,
 # against 64 KiB and more for a block: under 1 %. On the public conversation trace 2 to 8 measure alike.
 EVICTION_GHOSTS_PER_BLOCK = 4
@@ -384,10 +357,6 @@ EVICTION_GHOSTS_PER_BLOCK = 4
 # Names in one directory of the adaptive policy. Its four directories cost about 1.5 KB a name, so 384 MB at the bound,
 # which an arena reaches at 94 GB (360 KiB blocks). Beyond it a directory stands for the best part of the arena only.
 EVICTION_DIRECTORY_NAMES_MAX = 262_144
-
-# Blocks that one step of background work removes (expired, or evicted ahead of need): 512 removals are 5 to 20 ms of
-# the event loop with the adaptive policy, and the next step follows at once when more are due.
-BACKGROUND_REMOVALS_MAX = 512
 
 # Accounts with a budget on one node: each is an eviction order of its own. As many as API keys.
 BUDGETS_MAX = 1_024
@@ -403,14 +372,6 @@ BUDGET_NAMESPACES_MAX = 128
 # Share of an arena that all protected minima together may take, and with what is pinned (unless pins alone may take
 # more): the rest must be able to turn over, or everybody without a minimum is refused.
 PROTECTED_SHARE_MAX = 0.8
-
-# How long one batch of blocks may take to a peer while a node is drained, and how many blocks travel at once: four of
-# 1.4 MiB keep a 10 Gbit/s link busy for 5 ms, about as long as the two round trips around them.
-DRAIN_BLOCK_TIMEOUT_MS = 5_000
-DRAIN_BLOCKS_IN_FLIGHT = 4
-
-# How often a drain says how far it is; counting 200,000 blocks takes it about 20 ms.
-DRAIN_PROGRESS_MS = 500
 
 # Characters of an affinity key; OpenAI's prompt_cache_key has at most 64.
 AFFINITY_KEY_CHARS_MAX = 256
@@ -445,6 +406,4 @@ assert LOAD_AHEAD_BYTES_MAX >= 2 * LOAD_PIECE_BYTES
 assert LOAD_WATCH_MS < LOAD_STALL_MS < STORE_CALL_TIMEOUT_MS < LOAD_PREFIX_TIMEOUT_MS
 assert RELEASE_TIMEOUT_MS < 1_000
 assert PUBLISH_BATCH_BLOCKS <= RESERVE_BLOCKS_MAX
-assert PROMOTE_TIMEOUT_MS < STORE_CALL_TIMEOUT_MS
-assert DISK_SETTLE_TIMEOUT_MS < ADMIN_CALL_TIMEOUT_MS
 assert 2 * ADMIN_CALL_TIMEOUT_MS < ADMIN_CLIENT_TIMEOUT_MS

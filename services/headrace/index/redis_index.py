@@ -193,14 +193,17 @@ class RedisIndex:
         return entries
 
     async def _remove(self, redis: RedisCall, dead: "Sequence[_Entry]") -> int:
-        namespace_to_arguments: dict[NamespaceId, list[bytes]] = defaultdict(list)
+        namespace_to_dead: dict[NamespaceId, list[_Entry]] = defaultdict(list)
         for entry in dead:
-            namespace_to_arguments[entry.key.namespace] += [entry.key.block_hash, entry.holder.encode(), entry.value]
+            namespace_to_dead[entry.key.namespace].append(entry)
         removed = 0
-        for namespace, arguments in namespace_to_arguments.items():
-            removed += await redis.run_script(
-                _REMOVE_DEAD, keys=_keys_of(namespace), arguments=[namespace, INDEX_EVENTS_MAX, *arguments]
-            )
+        for namespace, entries in namespace_to_dead.items():
+            for start in range(0, len(entries), INDEX_BATCH_BLOCKS):
+                batch = entries[start : start + INDEX_BATCH_BLOCKS]
+                named = [part for each in batch for part in (each.key.block_hash, each.holder.encode(), each.value)]
+                removed += await redis.run_script(
+                    _REMOVE_DEAD, keys=_keys_of(namespace), arguments=[namespace, INDEX_EVENTS_MAX, *named]
+                )
         return removed
 
 

@@ -19,7 +19,7 @@ from headrace.core.budgets import Budget
 from headrace.core.eviction_order import LruOrder
 
 if TYPE_CHECKING:  # both tell this file of their events, and therefore import it
-    from headrace.store.disk_blocks import DiskBlock
+    from headrace.store.disk_block import DiskBlock
     from headrace.store.held_blocks import BlockKey, HeldBlock
 
 

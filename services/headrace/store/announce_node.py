@@ -1,26 +1,20 @@
-"""Keep a store node's record standing, notice when it had fallen, and clear away what dead holders left behind."""
+"""Keep a store node's record standing, and notice when it had fallen."""
 
 import asyncio
 from collections.abc import Callable
 
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable
-from headrace.core.index_limits import (
-    INDEX_REREGISTER_BLOCKS_PER_S,
-    INDEX_REREGISTER_MS,
-    INDEX_SWEEP_ENTRIES,
-    INDEX_SWEEP_MS,
-)
+from headrace.core.index_limits import INDEX_REREGISTER_BLOCKS_PER_S, INDEX_REREGISTER_MS
 from headrace.core.limits import MEMBER_REFRESH_MS, MEMBER_TTL_MS
-from headrace.core.members import StoreNodeRecord, WorkerRecord
-from headrace.core.ports import BlockIndex, Membership
+from headrace.core.members import StoreNodeRecord
+from headrace.core.ports import Membership
 from headrace.store.register_blocks import PendingChanges
 
 
 async def announce_node(
     record: Callable[[], StoreNodeRecord],
     changes: PendingChanges,
-    index: BlockIndex,
     membership: Membership,
     *,
     clock: Clock,
@@ -28,9 +22,7 @@ async def announce_node(
 ) -> None:
     """Refresh the node's record until cancelled. A record that did not stand means that Redis lost it and perhaps all
     entries with it (or that it is the first): the inventory is registered again. So it is every `reregister_ms`, or
-    less often when it is large, since a Redis that is short of memory evicts entries and tells nobody. Sweeps every
-    INDEX_SWEEP_MS."""
-    sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000
+    less often when it is large, since a Redis that is short of memory evicts entries and tells nobody."""
     reregister_at_s = clock.now_s() + reregister_ms / 1_000
     while True:
         try:
@@ -40,15 +32,6 @@ async def announce_node(
                 paced_s = changes.inventory_blocks / INDEX_REREGISTER_BLOCKS_PER_S
                 reregister_at_s = clock.now_s() + max(reregister_ms / 1_000, paced_s)
                 changes.want_restart()
-            if clock.now_s() >= sweep_at_s:
-                sweep_at_s = clock.now_s() + INDEX_SWEEP_MS / 1_000
-                await _sweep(index, membership)
         except IndexUnavailable:
             pass  # the next refresh tries again; the index itself reports that it is away
         await asyncio.sleep(MEMBER_REFRESH_MS / 1_000)
-
-
-async def _sweep(index: BlockIndex, membership: Membership) -> None:
-    records: list[StoreNodeRecord | WorkerRecord] = [*await membership.store_nodes(), *await membership.workers()]
-    live = {record.holder_id: record.incarnation for record in records}
-    await index.sweep(live, limit=INDEX_SWEEP_ENTRIES)

@@ -1,112 +1,29 @@
 """The blocks that a store node keeps on disk beside those in its arena: which, where, and which go for room.
 
-    arena --evicted for room--> waiting (in memory, queued) --written--> on disk --segment reclaimed--> gone
+    arena --evicted for room--> waiting (in memory, queued) --written--> on disk --segment given up--> gone
                                      '------------- promoted: a copy in the arena -------------'
 
 A block may be in both tiers: promoting it leaves its record, so that evicting it again costs no write. A block is
 *resident* when it is visible in the arena or kept here, and residency is closed under prefixes: whoever loses a block's
 last copy here loses all that stand on it, tails first. To lose nothing that way in the usual case, a block is never
 left in an older segment than a block that stands on it: `demote` has it written again instead. Books only: what is
-to be written or marked is handed out as plain jobs, and whoever does that work says how it ended.
+to be written, marked or removed is handed out as plain jobs, and whoever does that work says how it ended.
 """
 
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from headrace.blocks.disk_tier import DiskRecord, DiskTier, record_bytes
-from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId
-from headrace.core.limits import DEMOTE_QUEUE_BYTES_MAX, DISK_BLOCKS_MAX
+from headrace.core.block import BlockHeader, Chain, NamespaceId
+from headrace.core.store_limits import DEMOTE_QUEUE_BYTES_MAX, DISK_BLOCKS_MAX
 from headrace.store.block_changes import BlockChanges
+from headrace.store.disk_block import DiskBlock, HeaderBrief, WriteJob
 from headrace.store.disk_counters import DiskCounters
 from headrace.store.held_blocks import BlockKey, HeldBlock, HeldBlocks
 from headrace.store.recover_disk import RecoveredDisk
 from headrace.store.removal_log import BROKEN_ON_DISK, MADE_ROOM_ON_DISK, NOT_WRITTEN
-
-
-@dataclass(frozen=True, slots=True)
-class HeaderBrief:
-    """What of a header is kept in memory: enough to select and list a block. A third of a header's size; the whole one
-    is read from disk with the payload."""
-
-    namespace: NamespaceId
-    block_hash: BlockHash
-    parent_hash: BlockHash
-    position: int
-    packed_tokens: bytes
-    narrowed_from: tuple[NamespaceId, ...]
-    created_unix_ms: int
-
-    @classmethod
-    def of(cls, header: BlockHeader) -> "HeaderBrief":
-        """The brief of a whole header."""
-        return cls(
-            namespace=header.namespace,
-            block_hash=header.block_hash,
-            parent_hash=header.parent_hash,
-            position=header.position,
-            packed_tokens=struct.pack(f"<{len(header.token_ids)}I", *header.token_ids),
-            narrowed_from=header.narrowed_from,
-            created_unix_ms=header.created_unix_ms,
-        )
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """As `BlockHeader.token_ids`; made anew at each call."""
-        return struct.unpack(f"<{len(self.packed_tokens) // 4}I", self.packed_tokens)
-
-    @property
-    def base_namespace(self) -> NamespaceId:
-        """As `BlockHeader.base_namespace`."""
-        return self.narrowed_from[0] if self.narrowed_from else self.namespace
-
-    def is_of(self, namespace: str) -> bool:
-        """As `BlockHeader.is_of`."""
-        return namespace == self.namespace or namespace in self.narrowed_from
-
-    @property
-    def key(self) -> BlockKey:
-        """The block's name in a node."""
-        return (self.namespace, self.block_hash)
-
-    @property
-    def parent_key(self) -> BlockKey | None:
-        """The name of the block before; None for the first."""
-        return (self.namespace, self.parent_hash) if self.position > 0 else None
-
-
-@dataclass(slots=True, eq=False)
-class DiskBlock:
-    """One block kept on disk or on its way there. Mutable; owned by `DiskBlocks`."""
-
-    header: HeaderBrief
-    total_bytes: int  # on disk, of the newest copy
-    used_s: float
-    hits: int = 0
-    record: DiskRecord | None = None
-    waiting: "WriteJob | None" = None
-
-    @property
-    def key(self) -> BlockKey:
-        """Its name in the node."""
-        return self.header.key
-
-
-@dataclass(slots=True, eq=False)
-class WriteJob:
-    """A demoted block's bytes. `record` says where they go, once it is this job's turn."""
-
-    block: DiskBlock
-    header_bytes: bytes
-    payload: bytes
-    record: DiskRecord | None = None
-
-    @property
-    def total_bytes(self) -> int:
-        """What it will take on disk."""
-        return record_bytes(len(self.header_bytes), len(self.payload))
 
 
 @dataclass(slots=True)
@@ -116,8 +33,9 @@ class DiskBlocks:
     tier: DiskTier | None
     arena_blocks: HeldBlocks
     changes: BlockChanges
-    wake: Callable[[], None] = lambda: None  # called when there is something to write or to mark
+    wake: Callable[[], None] = lambda: None  # called when there is work to do
     because: Callable[[str], AbstractContextManager[None]] = lambda reason: nullcontext()  # as of `RoomMaker`
+    blocks_max: int = DISK_BLOCKS_MAX
     counters: DiskCounters = field(default_factory=DiskCounters)
     largest_bytes: int = 0  # of any block that was kept here
     _blocks: dict[BlockKey, DiskBlock] = field(default_factory=dict)
@@ -166,12 +84,14 @@ class DiskBlocks:
             if block.waiting is not None or not self._should_move(block):
                 return
         total = record_bytes(len(held.header_bytes), len(payload))
-        full = self._waiting_bytes + total > DEMOTE_QUEUE_BYTES_MAX or len(self._blocks) >= DISK_BLOCKS_MAX
-        if full or total > self.tier.segment_bytes:
+        if self._waiting_bytes + total > DEMOTE_QUEUE_BYTES_MAX or total > self.tier.segment_bytes:
             self.counters.dropped_demotions += 1
             return
         if block is None:
             if not self.arena_blocks.accounts.has_disk_room(held.header, total):
+                return
+            if not self._has_place():
+                self.counters.dropped_demotions += 1
                 return
             block = DiskBlock(HeaderBrief.of(held.header), total, held.used_s, held.hits)
             self._link(block)
@@ -196,7 +116,7 @@ class DiskBlocks:
             newest[key] = (record, header)
         for record, header in sorted(newest.values(), key=lambda each: each[1].position):
             block = DiskBlock(HeaderBrief.of(header), record.total_bytes, now_s, record=record)
-            if len(self._blocks) >= DISK_BLOCKS_MAX or not self._has_parent(block):
+            if len(self._blocks) >= self.blocks_max or not self._has_parent(block):
                 self._dead.append(record)
                 continue
             self._link(block)
@@ -238,17 +158,21 @@ class DiskBlocks:
     # Work for whoever writes
 
     def next_write(self) -> WriteJob | None:
-        """The next block to write, its record placed, making room for it; None when none waits."""
+        """The next block to write, its record placed, making room for it; None when none waits, or not until files that
+        were given up are gone."""
         assert self._writing is None, "one write at a time"
         while self._queue:
-            job = self._queue.popleft()
-            if job.block.waiting is not job:
-                continue  # forgotten meanwhile
+            job = self._queue[0]
             assert self.tier is not None
-            while (segment := self.tier.segment_to_reclaim(job.total_bytes)) is not None:
-                self._reclaim(segment)
-            if job.block.waiting is not job:
-                continue  # stood on a block of the segment that was reclaimed
+            if job.block.waiting is job:
+                while (segment := self.tier.segment_to_reclaim(job.total_bytes)) is not None:
+                    self._reclaim(segment)
+            if job.block.waiting is not job:  # forgotten meanwhile, or with the segment of a block that it stands on
+                self._queue.popleft()
+                continue
+            if not self.tier.has_room(job.total_bytes):
+                return None
+            self._queue.popleft()
             job.record = self.tier.place(len(job.header_bytes), len(job.payload))
             self._writing = job
             return job
@@ -260,19 +184,12 @@ class DiskBlocks:
         assert job is self._writing
         assert job.record is not None
         self._writing = None
-        block, wanted = job.block, job.block.waiting is job
+        block = job.block
         if not well:
-            self.counters.write_failures += 1
             self.tier.unplace(job.record)
-            if wanted:
-                self._stop_waiting(block)
-                if block.record is None:
-                    with self.because(NOT_WRITTEN):
-                        self._lose(block)
-                else:
-                    self._resize(block, block.record.total_bytes)
+            self._not_written(job)
             return
-        if not wanted:
+        if block.waiting is not job:  # forgotten meanwhile
             self._bury(job.record)
             return
         self._stop_waiting(block)
@@ -281,6 +198,11 @@ class DiskBlocks:
             del self._segments[old.segment][block.key]
             self._bury(old)
         self._segments.setdefault(job.record.segment, {})[block.key] = block
+
+    def drop_waiting(self) -> None:
+        """Nothing can be written for now, since files that were given up stay: what waits counts as not written."""
+        while self._queue:
+            self._not_written(self._queue.popleft())
 
     def take_dead(self) -> list[DiskRecord]:
         """Records that must not be found again at the next start; the caller marks them and says how it ended."""
@@ -293,14 +215,30 @@ class DiskBlocks:
         self._dead += [] if well else self._marking
         self._marking = []
 
+    @property
+    def given_up(self) -> list[int]:
+        """Segments whose files are to be removed; the caller says of each that it is `removed`."""
+        return [] if self.tier is None else self.tier.given_up
+
+    def removed(self, segment: int) -> None:
+        """A given up segment's file is gone, and with it what was to be marked there."""
+        assert self.tier is not None
+        self.tier.removed(segment)
+        self._dead = [dead for dead in self._dead if dead.segment != segment]
+
     def can_queue(self, num_bytes: int) -> bool:
         """Whether the queue of blocks to be written takes so much more now; without a tier nothing is queued."""
         return self.tier is None or self._waiting_bytes + num_bytes <= DEMOTE_QUEUE_BYTES_MAX
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing waits to be written or marked."""
+        """Whether nothing waits to be written, and what was removed stays removed, whether or not its file is gone."""
         return not self._queue and self._writing is None and not self._dead and not self._marking
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to write, to mark or to remove."""
+        return not self.is_settled or bool(self.given_up)
 
     @property
     def waiting_blocks(self) -> int:
@@ -314,7 +252,7 @@ class DiskBlocks:
             return
         self.tier.check_integrity(writing=self._writing is not None)
         self.arena_blocks.accounts.check_disk(self)
-        waiting_bytes = 0
+        waiting_bytes, queued = 0, {id(job) for job in self._queue}
         for key, block in self._blocks.items():
             assert block.key == key
             assert block.record is not None or block.waiting is not None
@@ -324,7 +262,7 @@ class DiskBlocks:
             if block.record is not None:
                 assert self._segments[block.record.segment][key] is block
             if block.waiting is not None:
-                assert block.waiting is self._writing or block.waiting in self._queue
+                assert block.waiting is self._writing or id(block.waiting) in queued
                 waiting_bytes += block.waiting.total_bytes
                 assert block.total_bytes == block.waiting.total_bytes
             else:
@@ -361,14 +299,19 @@ class DiskBlocks:
             return kept.header.position == before
         return held is not None and held.visible and held.header.position == before
 
+    def _has_place(self) -> bool:
+        """Whether one more block may be kept; where there are as many as may be, the oldest segment goes for it."""
+        assert self.tier is not None
+        if len(self._blocks) >= self.blocks_max and (oldest := self.tier.oldest_segment) is not None:
+            self._reclaim(oldest)
+        return len(self._blocks) < self.blocks_max
+
     def _reclaim(self, segment: int) -> None:
         """Give up the oldest segment. What the arena holds too, or what waits to be written again, is no loss."""
-        assert self.tier is not None
         lost = []
-        records: list[DiskRecord] = []
-        for block in list(self._segments.pop(segment, {}).values()):
+        for block in list(self._segments.get(segment, {}).values()):
             assert block.record is not None
-            records.append(block.record)
+            self._dead.append(block.record)
             block.record = None
             if block.waiting is not None:
                 continue
@@ -380,9 +323,7 @@ class DiskBlocks:
             for block in sorted(lost, key=lambda each: -each.header.position):
                 self.counters.evicted_for_room += 1
                 self._lose(block)
-        if not self._drop_segment(segment):
-            self._dead += records
-            self.wake()
+        self._give_up(segment)
 
     def _lose(self, block: DiskBlock) -> None:
         """Forget a block whose copy here is no good any more; what stands on it goes first, unless the arena has it."""
@@ -402,21 +343,33 @@ class DiskBlocks:
             self._bury(record)
 
     def _bury(self, record: DiskRecord) -> None:
-        """A record is dead: mark it, or give up its whole segment when nothing in it lives."""
+        """A record is dead and must not come back; where nothing lives in its segment that goes as a whole."""
         assert self.tier is not None
-        is_left = bool(self._segments.get(record.segment)) or self.tier.is_open(record.segment)
-        if is_left or not self._drop_segment(record.segment):
-            self._dead.append(record)
+        self._dead.append(record)
+        if self._segments.get(record.segment) or self.tier.is_open(record.segment):
             self.wake()
+        else:
+            self._give_up(record.segment)
 
-    def _drop_segment(self, segment: int) -> bool:
-        """Give up a segment in which nothing lives; False where the disk keeps it: its records are to be marked."""
+    def _give_up(self, segment: int) -> None:
+        """Nothing in a segment lives: have its file removed, or its records marked where that cannot be."""
         assert self.tier is not None
         self._segments.pop(segment, None)
-        if not self.tier.drop_segment(segment):
-            return False
-        self._dead = [dead for dead in self._dead if dead.segment != segment]
-        return True
+        self.tier.give_up(segment)
+        self.wake()
+
+    def _not_written(self, job: WriteJob) -> None:
+        """Without a copy elsewhere the block is lost."""
+        block = job.block
+        if block.waiting is not job:
+            return  # forgotten meanwhile
+        self.counters.write_failures += 1
+        self._stop_waiting(block)
+        if block.record is None:
+            with self.because(NOT_WRITTEN):
+                self._lose(block)
+        else:
+            self._resize(block, block.record.total_bytes)
 
     def _stop_waiting(self, block: DiskBlock) -> None:
         if block.waiting is not None:

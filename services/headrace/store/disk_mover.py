@@ -1,11 +1,12 @@
 """Moving blocks between a store node's arena and its disk, off the event loop.
 
 Owns the threads, the order of writes, and the bounds on promotion. Decides nothing: `DiskBlocks` says what is to be
-written and marked, `StoreNode` takes in what was read. Writers never wait for it, and readers at most
+written, marked and removed, `StoreNode` takes in what was read. Writers never wait for it, and readers at most
 PROMOTE_TIMEOUT_MS: a disk that is slower than that costs hits, not answers.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,14 @@ from headrace.blocks.disk_tier import DiskRecord, DiskTier
 from headrace.core.block import BlockHash, BlockHeader, Chain, NamespaceId, payload_digest
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import BlockCorrupt, DeadlineExceeded, StoreUnavailable
-from headrace.core.limits import (
+from headrace.core.store_limits import (
     DISK_PAUSE_MS,
     DISK_READERS,
     DISK_SETTLE_TIMEOUT_MS,
     PROMOTE_BATCH_BYTES,
     PROMOTE_TIMEOUT_MS,
 )
-from headrace.store.disk_blocks import DiskBlock, WriteJob
+from headrace.store.disk_block import DiskBlock, WriteJob
 from headrace.store.store_node import StoreNode
 
 _log = logging.getLogger(__name__)
@@ -43,23 +44,27 @@ class DiskMover:
         self._settled = asyncio.Event()
         self._reads = asyncio.Semaphore(DISK_READERS)
         self._paused_until_s = 0.0
+        self._clean_at_s = 0.0  # after the disk refused a mark or a removal
         self._refuses_writes = False  # the last write failed: said once, however many follow
         self._refuses_marks = False  # likewise; a full disk takes marks, one that is read-only neither
+        self._keeps_files = False  # likewise, of files that were given up
         self._reader = ThreadPoolExecutor(DISK_READERS, thread_name_prefix="disk read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk write")
 
     async def run(self) -> None:
-        """Write what is demoted and mark what is dead, one after the other, until cancelled."""
+        """Remove files, mark what is dead and write what was demoted, one after the other, until cancelled."""
         while True:
-            await self._work.wait()
             self._work.clear()
-            while not self._disk.is_settled:
-                self._settled.clear()
-                await self._mark_dead()
-                job = self._disk.next_write()
-                if job is not None:
-                    self._disk.written(job, well=await self._write(job))
-            self._settled.set()
+            await self._clean_up()
+            job = self._disk.next_write()
+            if job is not None:
+                self._disk.written(job, well=await self._write(job))
+                continue
+            if self._keeps_files:
+                self._disk.drop_waiting()
+            if self._disk.is_settled:
+                self._settled.set()
+            await self._wait_for_work()
 
     async def settle(self) -> None:
         """Return when everything decided so far is on disk. Raises StoreUnavailable when that takes too long."""
@@ -169,8 +174,39 @@ class DiskMover:
         self._refuses_writes = False
         return True
 
+    async def _wait_for_work(self) -> None:
+        """Return when there is something to do; of what the disk refused, when it is tried again."""
+        wait_s = max(0.0, self._clean_at_s - self._clock.now_s()) if self._disk.has_work else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._work.wait()
+
+    async def _clean_up(self) -> None:
+        """Remove the files that were given up, and mark what must not come back where they stay. A disk that refuses is
+        tried again after DISK_PAUSE_MS; until it takes the marks nothing is settled."""
+        if self._clock.now_s() < self._clean_at_s:
+            return
+        await self._remove_files()
+        await self._mark_dead()
+        if self._keeps_files or self._refuses_marks:
+            self._clean_at_s = self._clock.now_s() + DISK_PAUSE_MS / 1_000
+
+    async def _remove_files(self) -> None:
+        kept: OSError | None = None
+        for segment in self._disk.given_up:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._tier.remove_file, segment)
+            except OSError as error:
+                kept = error
+            else:
+                self._disk.removed(segment)
+        if kept is not None and not self._keeps_files:
+            _log.warning("files that were given up cannot be removed and go on taking room: %s", kept.strerror)
+        elif kept is None and self._keeps_files:
+            _log.warning("files that were given up are removed now")
+        self._keeps_files = kept is not None
+
     async def _mark_dead(self) -> None:
-        """Mark what must not come back; a disk that refuses is tried again, and until then nothing is settled."""
         dead = self._disk.take_dead()
         if not dead:
             return
@@ -181,7 +217,6 @@ class DiskMover:
                 _log.warning("%d blocks are not marked as removed on disk yet: %s", len(dead), error.strerror)
             self._refuses_marks = True
             self._disk.marked(well=False)
-            await asyncio.sleep(DISK_PAUSE_MS / 1_000)
         else:
             if self._refuses_marks:
                 _log.warning("what was removed is marked on disk now")

@@ -15,7 +15,7 @@ from itertools import takewhile
 
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId, payload_digest
 from headrace.core.errors import StoreUnavailable
-from headrace.core.limits import DRAIN_BLOCKS_IN_FLIGHT
+from headrace.core.store_limits import DRAIN_BLOCKS_IN_FLIGHT
 from headrace.store.drain_peer import BlockCopy, DrainPeer
 from headrace.store.held_blocks import BlockKey
 from headrace.store.plan_drain import MovingBlock, plan_drain

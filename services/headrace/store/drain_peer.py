@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from headrace.core.block import BlockHeader
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import CacheFault, DeadlineExceeded, StoreUnavailable
-from headrace.core.limits import DRAIN_BLOCK_TIMEOUT_MS, DRAIN_BLOCKS_IN_FLIGHT
 from headrace.core.ports import AlreadyStored, BlockSink, Reservation
 from headrace.core.retention import Retention
+from headrace.core.store_limits import DRAIN_BLOCK_TIMEOUT_MS, DRAIN_BLOCKS_IN_FLIGHT
 from headrace.store.held_blocks import BlockKey
 from headrace.store.plan_drain import MovingBlock
 from headrace.transfer.reservations import give_back, leading_outcomes

@@ -1,6 +1,6 @@
 """Take out of a store node what has outlived its time, in bounded steps."""
 
-from headrace.core.limits import BACKGROUND_REMOVALS_MAX
+from headrace.core.store_limits import BACKGROUND_REMOVALS_MAX
 from headrace.store.departures import Departures
 from headrace.store.held_blocks import HeldBlocks
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.errors import IndexUnavailable, InvalidRequest
-from headrace.core.limits import DRAIN_PROGRESS_MS
 from headrace.core.members import StoreNodeRecord
+from headrace.core.store_limits import DRAIN_PROGRESS_MS
 from headrace.store.carry_orders import carry_orders
 from headrace.store.drain_node import MovingBlocks, ReadDisk, drain_node
 from headrace.store.drain_peer import DrainPeer

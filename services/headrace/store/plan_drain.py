@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.core.limits import TTL_S_MAX, TTL_S_MIN
 from headrace.core.retention import Retention
-from headrace.store.disk_blocks import DiskBlock
+from headrace.store.disk_block import DiskBlock
 from headrace.store.held_blocks import BlockKey, HeldBlock
 
 

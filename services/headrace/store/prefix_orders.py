@@ -11,7 +11,8 @@ from headrace.core.block import HolderId
 from headrace.core.generation import ControlOutcome, ControlReport, EvictSelector
 from headrace.core.retention import NO_END_UNIX_MS
 from headrace.store.block_terms import BlockTerms
-from headrace.store.disk_blocks import DiskBlock, DiskBlocks
+from headrace.store.disk_block import DiskBlock
+from headrace.store.disk_blocks import DiskBlocks
 from headrace.store.held_blocks import BlockKey, HeldBlock, HeldBlocks
 from headrace.store.node_counters import NodeCounters
 from headrace.store.pins import Pins, chain_of

@@ -14,13 +14,8 @@ from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
 from headrace.core.block import BlockHeader, NamespaceId
 from headrace.core.budgets import AccountUsage, Budget, merge_budgets
 from headrace.core.errors import InvalidRequest
-from headrace.core.limits import (
-    BACKGROUND_REMOVALS_MAX,
-    BUDGET_NAMESPACES_MAX,
-    BUDGETS_MAX,
-    CHAIN_SHARE_MAX,
-    PROTECTED_SHARE_MAX,
-)
+from headrace.core.limits import BUDGET_NAMESPACES_MAX, BUDGETS_MAX, CHAIN_SHARE_MAX, PROTECTED_SHARE_MAX
+from headrace.core.store_limits import BACKGROUND_REMOVALS_MAX
 from headrace.store.accounts import Account, Accounts
 from headrace.store.disk_blocks import DiskBlocks
 from headrace.store.held_blocks import HeldBlock, HeldBlocks

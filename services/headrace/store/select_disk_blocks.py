@@ -12,7 +12,8 @@ from headrace.core.block import BlockHash, BlockHeader, HolderId, Tier
 from headrace.core.clock import Clock
 from headrace.core.generation import BlockInfo, EvictReport, EvictSelector
 from headrace.core.limits import EVICT_HASHES_MAX, LIST_BLOCKS_MAX
-from headrace.store.disk_blocks import DiskBlock, DiskBlocks, HeaderBrief
+from headrace.store.disk_block import DiskBlock, HeaderBrief
+from headrace.store.disk_blocks import DiskBlocks
 from headrace.store.held_blocks import BlockKey, HeldBlock, HeldBlocks
 from headrace.store.plan_eviction import EvictionPlan, select_blocks, select_roots
 

@@ -24,29 +24,37 @@ from headrace.config import Config, StoreSettings, load_config, settings_table
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import ConfigInvalid, HeadraceError, IndexUnavailable, InvalidRequest, StoreUnavailable
 from headrace.core.eviction import PolicyName
-from headrace.core.generation import HolderStat
-from headrace.core.limits import BACKGROUND_REMOVALS_MAX, BUDGETS_MAX, EXPIRY_SCAN_MS, MEMBER_TTL_MS, STOP_GRACE_MS
+from headrace.core.limits import (
+    BUDGETS_MAX,
+    EXPIRY_SCAN_MS,
+    LEASE_TTL_MS,
+    MEMBER_TTL_MS,
+    RESERVATION_TTL_MS,
+    STOP_GRACE_MS,
+)
 from headrace.core.members import StoreNodeRecord
 from headrace.core.ports import BlockIndex, Membership
+from headrace.core.store_limits import BACKGROUND_REMOVALS_MAX, NODE_STALL_MS
 from headrace.store.announce_node import announce_node
 from headrace.store.block_changes import BlockChanges, TellEach
 from headrace.store.budgets_file import BudgetsFile
 from headrace.store.cache_admin import CacheAdminOfNode
-from headrace.store.disk_metrics import DiskMetrics
 from headrace.store.disk_mover import DiskMover
 from headrace.store.drain_node import nothing_on_disk
+from headrace.store.end_when_stalled import end_when_stalled
 from headrace.store.kv_events import KvEvents
 from headrace.store.node_admin import NodeAdmin
 from headrace.store.node_drain import NodeDrain
+from headrace.store.node_metrics import NodeMetrics
+from headrace.store.node_rules import NodeRules
 from headrace.store.recover_arena import recover_arena
 from headrace.store.recover_disk import RecoveredDisk, recover_disk
 from headrace.store.register_blocks import PendingChanges, register_blocks
 from headrace.store.removal_log import RemovalLog
 from headrace.store.store_node import StoreNode
-from headrace.telemetry.collectors import CertificateCollector, ClaimsCollector, StoreCollector
+from headrace.store.sweep_index import sweep_index
 from headrace.telemetry.logs import set_up_logs
-from headrace.telemetry.metrics import EvictionReason, Metrics
-from headrace.telemetry.metrics_server import MetricsServer, start_metrics_server
+from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.refused_calls import reason_of
 from headrace.telemetry.tracing import Tracing, start_tracing
 from headrace.transfer.channels import bind_server, build_server
@@ -75,11 +83,11 @@ class StoreNodeService:
         tracing: Tracing | None = None,
         tls: Tls | None = None,
         metrics_context: HttpsContext | None = None,
-        lease_ttl_ms: int | None = None,
-        reservation_ttl_ms: int | None = None,
+        lease_ttl_ms: int = LEASE_TTL_MS,
+        reservation_ttl_ms: int = RESERVATION_TTL_MS,
     ) -> None:
-        """metrics: serves them on a port of its own when given. The times to live default to the limits. tls: what this
-        node shows and whom it lets in; None for plain text. metrics_context: what makes its metrics HTTPS."""
+        """metrics: serves them on a port of its own when given. tls: what this node shows and whom it lets in; None for
+        plain text. metrics_context: what makes its metrics HTTPS. The times to live: as in `NodeRules`."""
         self._settings = settings
         self._node_id = settings.node_id or socket.gethostname()
         self._index = index
@@ -89,11 +97,12 @@ class StoreNodeService:
         self._tracing = tracing
         self._tls = tls
         self._metrics_context = metrics_context
-        self._ttls = {
-            name: value
-            for name, value in (("lease_ttl_ms", lease_ttl_ms), ("reservation_ttl_ms", reservation_ttl_ms))
-            if value is not None
-        }
+        self._rules = NodeRules(
+            eviction_policy=PolicyName(settings.eviction_policy),
+            pin_share=settings.pin_share,
+            lease_ttl_ms=lease_ttl_ms,
+            reservation_ttl_ms=reservation_ttl_ms,
+        )
         self._changes = PendingChanges()
         self._removals = RemovalLog(clock)
         self._kv_events = (
@@ -105,15 +114,12 @@ class StoreNodeService:
         )
         self._health = health.aio.HealthServicer()
         self._background: asyncio.Task[None] | None = None
-        self._metrics_server: MetricsServer | None = None
+        self._node_metrics: NodeMetrics | None = None
         self._address = ""
         self._arena: HostArena | None = None
         self._node: StoreNode | None = None
         self._disk: DiskTier | None = None
         self._mover: DiskMover | None = None
-        self._disk_metrics: DiskMetrics | None = None
-        self._stats: list[HolderStat] = []  # as of the last scan, for the scraping thread
-        self._counted = dict.fromkeys(EvictionReason, 0)
 
     @property
     def node(self) -> StoreNode:
@@ -137,62 +143,25 @@ class StoreNodeService:
             address=self._address,
             arena_path=str(self._arena_path),
             pid=os.getpid(),
-            metrics_port=self._metrics_server.port if self._metrics_server else 0,
+            metrics_port=self._node_metrics.port if self._node_metrics else 0,
             draining=self.node.draining,
         )
 
     async def start(self) -> StoreNodeRecord:
         """Open the arena, find what it holds, serve, announce. Raises ConfigInvalid; then nothing is left open.
 
-        Does not wait for the index: a node serves whoever knows its address while Redis is away.
+        While Redis is away it asks once and does not wait: a node serves whoever knows its address.
         """
-        arena = open_arena(self._arena_path, self._settings.arena_mb << 20)
-        self._arena = arena
+        self._arena = open_arena(self._arena_path, self._settings.arena_mb << 20)
         try:
-            recovered, disk = recover_arena(arena), self._open_disk()
-            self._node = StoreNode(
-                arena,
-                node_id=self._node_id,
-                clock=self._clock,
-                changes=self._followers(),
-                recovered=recovered,
-                disk=disk,
-                eviction_policy=PolicyName(self._settings.eviction_policy),
-                pin_share=self._settings.pin_share,
-                **self._ttls,
-            )
-            _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
-            self._node.room.because = self._node.disk.because = self._removals.because
+            self._node = self._find_again(self._arena)
             budgets = self._adopt_budgets()
             self._address = self._bind()
-            if self._disk is not None:
-                self._mover = DiskMover(self._node, self._disk, self._clock)
-            serve_blocks(
-                self._server, self._node, promote=self._mover.promote if self._mover else None, tell=self._count_refused
-            )
-            settle = self._mover.settle if self._mover else None
-            read_disk = self._mover.read if self._mover else nothing_on_disk
-            admin = CacheAdminOfNode(
-                self._node, self._membership, lambda: self.record, self._removals, settle=settle, clock=self._clock
-            )
-            of_node = NodeAdmin(
-                self._node,
-                self._removals,
-                want_registration=self._changes.want_restart,
-                drain=NodeDrain(
-                    self._node,
-                    clock=self._clock,
-                    announce=self._announce,
-                    read_disk=read_disk,
-                    tls=self._tls,
-                ),
-                save_budgets=budgets.write,
-                read_disk=read_disk,
-            )
-            admin_pb2_grpc.add_NodeAdminServicer_to_server(of_node, self._server)  # type: ignore[no-untyped-call]
-            admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-            self._serve_metrics()
+            self._add_servicers(self._node, budgets)
+            if self._metrics is not None:
+                self._node_metrics = NodeMetrics(
+                    self._node, self._metrics, settings=self._settings, context=self._metrics_context
+                )
             if self._kv_events is not None:
                 self._kv_events.begin(self.node.incarnation)
             await self._server.start()
@@ -200,6 +169,9 @@ class StoreNodeService:
             self._close(remove_arena=False)
             raise
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        with contextlib.suppress(IndexUnavailable):  # so that whoever waits for this node finds it among the members
+            await self._announce()
+        self._changes.want_restart()  # its first announcement, or the one that comes when the index is back
         self._background = asyncio.create_task(self._run_background(), name=f"store node {self._node_id}")
         return self.record
 
@@ -229,6 +201,49 @@ class StoreNodeService:
         assert self._background is not None
         await asyncio.shield(self._background)
 
+    def _find_again(self, arena: HostArena) -> StoreNode:
+        """The node with all that the arena and the disk hold of earlier runs."""
+        recovered, disk = recover_arena(arena), self._open_disk()
+        node = StoreNode(
+            arena,
+            node_id=self._node_id,
+            clock=self._clock,
+            changes=self._followers(),
+            recovered=recovered,
+            disk=disk,
+            rules=self._rules,
+        )
+        _log.info("arena: %d blocks found again, freed: %s", len(recovered.blocks), recovered.freed or "none")
+        node.room.because = node.disk.because = self._removals.because
+        if self._disk is not None:
+            self._mover = DiskMover(node, self._disk, self._clock)
+        return node
+
+    def _add_servicers(self, node: StoreNode, budgets: BudgetsFile) -> None:
+        """Whoever is called by other processes."""
+        mover = self._mover
+        read_disk = mover.read if mover else nothing_on_disk
+        serve_blocks(self._server, node, promote=mover.promote if mover else None, tell=self._count_refused)
+        admin = CacheAdminOfNode(
+            node,
+            self._membership,
+            lambda: self.record,
+            self._removals,
+            settle=mover.settle if mover else None,
+            clock=self._clock,
+        )
+        of_node = NodeAdmin(
+            node,
+            self._removals,
+            want_registration=self._changes.want_restart,
+            drain=NodeDrain(node, clock=self._clock, announce=self._announce, read_disk=read_disk, tls=self._tls),
+            save_budgets=budgets.write,
+            read_disk=read_disk,
+        )
+        admin_pb2_grpc.add_NodeAdminServicer_to_server(of_node, self._server)  # type: ignore[no-untyped-call]
+        admin_pb2_grpc.add_CacheAdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
     def _followers(self) -> BlockChanges:
         kv_events = () if self._kv_events is None else (self._kv_events.log,)
         return TellEach(self._changes, self._removals, *kv_events)
@@ -236,8 +251,8 @@ class StoreNodeService:
     def _close(self, *, remove_arena: bool) -> None:
         if self._kv_events is not None:
             self._kv_events.close()
-        if self._metrics_server is not None:
-            self._metrics_server.close()
+        if self._node_metrics is not None:
+            self._node_metrics.close()
         if self._arena is not None:
             if remove_arena:
                 BudgetsFile(self._arena_path).remove()
@@ -283,19 +298,18 @@ class StoreNodeService:
             if self._kv_events is not None:
                 tasks.create_task(self._kv_events.run())
             tasks.create_task(register_blocks(self.node, self._changes, self._index, announce=self._announce))
-            tasks.create_task(
-                announce_node(lambda: self.record, self._changes, self._index, self._membership, clock=self._clock)
-            )
+            tasks.create_task(announce_node(lambda: self.record, self._changes, self._membership, clock=self._clock))
+            tasks.create_task(sweep_index(self._index, self._membership, clock=self._clock))
 
     async def _scan(self) -> None:
-        """End what is over, and keep the numbers that the scraping thread reads."""
+        """End what is over, and keep the numbers that are scraped."""
         while True:
             self.node.expire()
             if self.node.has_due:  # a step is bounded; the next one follows as soon as others had their turn
                 await asyncio.sleep(0)
                 continue
-            self._stats = self.node.stats()
-            self._count_evictions()
+            if self._node_metrics is not None:
+                self._node_metrics.look()
             await asyncio.sleep(EXPIRY_SCAN_MS / 1_000)
 
     async def _evict_ahead(self) -> None:
@@ -321,64 +335,37 @@ class StoreNodeService:
             raise ConfigInvalid("store_port", f"cannot listen on {wanted}") from error
         return f"{self._settings.store_host}:{port}"
 
-    def _serve_metrics(self) -> None:
-        if self._metrics is None:
-            return
-        self._stats = self.node.stats()
-        StoreCollector(lambda: self._stats, metrics=self._metrics)
-        counters = self.node.counters
-        ClaimsCollector(
-            leases=lambda: counters.expired_leases,
-            reservations=lambda: counters.expired_reservations,
-            metrics=self._metrics,
-        )
-        if self._disk is not None:
-            self._disk_metrics = DiskMetrics(self.node.disk.counters, self._metrics)
-        ports, context = (self._settings.metrics_port,), self._metrics_context
-        if context is not None:
-            CertificateCollector(lambda: context.ends_unix_s, metrics=self._metrics)
-        self._metrics_server = start_metrics_server(
-            self._metrics.registry, self._settings.store_host, ports, context=context
-        )
-
     def _count_refused(self, error: Exception) -> None:
         """A worker, or whoever takes itself for one, asked for what this node does not do."""
         if self._metrics is not None:
             self._metrics.refused_calls.labels(reason_of(error)).inc()
 
-    def _count_evictions(self) -> None:
-        if self._metrics is None:
-            return
-        if self._disk_metrics is not None:
-            self._disk_metrics.count()
-        counters = self.node.counters
-        happened = {
-            EvictionReason.CAPACITY: counters.evicted_for_room,
-            EvictionReason.QUOTA: counters.evicted_for_quota,
-            EvictionReason.ADMIN: counters.evicted_by_operator,
-            EvictionReason.TTL: counters.expired_blocks,
-        }
-        for reason, total in happened.items():
-            self._metrics.evicted_blocks.labels(reason, "host").inc(total - self._counted[reason])
-            self._counted[reason] = total
-
 
 async def serve_store_node(
-    service: StoreNodeService, *, stop: asyncio.Event, remove_arena_on_exit: bool = False
+    service: StoreNodeService,
+    *,
+    stop: asyncio.Event,
+    log_format: str,
+    remove_arena_on_exit: bool = False,
+    stall_ms: int = NODE_STALL_MS,
 ) -> None:
-    """Run a service until `stop` is set or its background work dies; print its record when it is ready."""
+    """Run a service until `stop` is set or its background work dies; print its record when it is ready. A process whose
+    event loop stands still for `stall_ms` is killed; what is left to do when it ends counts, too."""
     record = await service.start()
     print(json.dumps(asdict(record)), flush=True)
-    asked, died = asyncio.create_task(stop.wait()), asyncio.create_task(service.failed())
+    turning = asyncio.create_task(
+        end_when_stalled(log_format=log_format, node_id=record.node_id, stall_ms=stall_ms), name="look for stalls"
+    )
+    ends = {asyncio.create_task(stop.wait()), asyncio.create_task(service.failed()), turning}
     try:
-        await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
-        if died.done():
-            died.result()
+        ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
     finally:
-        for task in (asked, died):
-            task.cancel()
-        await asyncio.gather(asked, died, return_exceptions=True)
         await service.stop(remove_arena=remove_arena_on_exit)
+        for task in ends:
+            task.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -429,7 +416,12 @@ async def _run(config: Config, *, remove_arena_on_exit: bool) -> None:
         metrics_context=metrics_context(config.network),
     )
     try:
-        await serve_store_node(service, stop=stop, remove_arena_on_exit=remove_arena_on_exit)
+        await serve_store_node(
+            service,
+            stop=stop,
+            log_format=config.telemetry.log_format,
+            remove_arena_on_exit=remove_arena_on_exit,
+        )
     finally:
         await index.close()
         await membership.close()

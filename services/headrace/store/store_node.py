@@ -26,21 +26,22 @@ from headrace.blocks.host_arena import UNIT_BYTES, HostArena, units_for
 from headrace.core.block import BlockHash, BlockHeader, Chain, HolderId, NamespaceId, payload_digest
 from headrace.core.clock import Clock
 from headrace.core.errors import BlockCorrupt
-from headrace.core.eviction import DEFAULT_POLICY, PolicyName
 from headrace.core.generation import BlockInfo, ControlReport, EvictReport, EvictSelector, HolderStat
-from headrace.core.limits import LEASE_TTL_MS, LIST_BLOCKS_MAX, RESERVATION_TTL_MS
+from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.core.ports import AlreadyStored, NotStored
 from headrace.core.retention import KEEP, KeptBy, Retention
 from headrace.store.block_changes import BlockChanges, IgnoreChanges
 from headrace.store.block_terms import BlockTerms
 from headrace.store.check_books import check_books
 from headrace.store.departures import Departures
-from headrace.store.disk_blocks import DiskBlock, DiskBlocks
+from headrace.store.disk_block import DiskBlock
+from headrace.store.disk_blocks import DiskBlocks
 from headrace.store.expire_blocks import expire_blocks
 from headrace.store.held_blocks import HeldBlock, HeldBlocks, SlotState
 from headrace.store.held_claims import HeldClaims, HeldReservation
 from headrace.store.list_blocks import list_blocks
 from headrace.store.node_counters import NodeCounters
+from headrace.store.node_rules import DEFAULT_RULES, NodeRules
 from headrace.store.pins import Pins
 from headrace.store.plan_eviction import plan_eviction
 from headrace.store.prefix_orders import PrefixOrders
@@ -54,7 +55,7 @@ from headrace.store.tier_stats import stat_disk, stat_host
 
 
 class StoreNode:
-    """The owner of an arena. Times to live are parameters for tests; everyone else takes the limits."""
+    """The owner of an arena."""
 
     def __init__(
         self,
@@ -65,12 +66,10 @@ class StoreNode:
         changes: BlockChanges | None = None,
         recovered: RecoveredArena | None = None,
         disk: RecoveredDisk | None = None,
-        lease_ttl_ms: int = LEASE_TTL_MS,
-        reservation_ttl_ms: int = RESERVATION_TTL_MS,
-        eviction_policy: PolicyName = DEFAULT_POLICY,
-        pin_share: float = 0.5,
+        rules: NodeRules = DEFAULT_RULES,
     ) -> None:
-        """pin_share: of the arena, for pins."""
+        """recovered, disk: what was found in the arena and on disk at the start; without `disk` there is no such tier.
+        changes: follows what can be read, from the first block on."""
         self.node_id = node_id
         self.holder_id = HolderId(f"node:{node_id}")
         self.counters = NodeCounters()
@@ -78,12 +77,12 @@ class StoreNode:
         self._arena = arena
         self._clock = clock
         self._changes: BlockChanges = IgnoreChanges() if changes is None else changes
-        self._reservation_ttl_ms = reservation_ttl_ms
-        self._blocks = HeldBlocks(eviction_policy)
+        self._reservation_ttl_ms = rules.reservation_ttl_ms
+        self._blocks = HeldBlocks(rules.eviction_policy)
         self.disk = DiskBlocks(None if disk is None else disk.tier, self._blocks, self._changes)
         self._claims = HeldClaims(clock)
         self._terms = BlockTerms(arena, self._blocks, clock)
-        self._pins = Pins(arena, self._blocks, share=pin_share)
+        self._pins = Pins(arena, self._blocks, share=rules.pin_share)
         self._departures = Departures(
             arena, self._blocks, self.disk, self._claims, changes=self._changes, pins=self._pins, counters=self.counters
         )
@@ -99,7 +98,7 @@ class StoreNode:
             room=self.room,
             counters=self.counters,
             clock=clock,
-            ttl_ms=lease_ttl_ms,
+            ttl_ms=rules.lease_ttl_ms,
             new_id=lambda: self._new_id("l"),
         )
         self.orders = PrefixOrders(

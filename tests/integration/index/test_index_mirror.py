@@ -197,7 +197,7 @@ async def test_a_redis_that_came_back_empty_is_filled_by_its_nodes_and_the_mirro
         asyncio.create_task(
             register_blocks(kit.node, changes, index, announce=lambda: members.announce(record, ttl_ms=MEMBER_TTL_MS))
         ),
-        asyncio.create_task(announce_node(lambda: record, changes, index, members, clock=CLOCK)),
+        asyncio.create_task(announce_node(lambda: record, changes, members, clock=CLOCK)),
     ]
 
     async def until_mirrored() -> None:

@@ -26,9 +26,13 @@ class DiskKit(StoreKit):
     tier: DiskTier = field(init=False)
 
     def work(self) -> int:
-        """Do everything that waits: write what was demoted, mark what is dead. Returns how many blocks were written."""
+        """Do everything that waits: remove files, mark what is dead, write what was demoted. Returns how many blocks
+        were written."""
         written, disk = 0, self.node.disk
-        while not disk.is_settled:
+        while disk.has_work:
+            for segment in disk.given_up:
+                self.tier.remove_file(segment)
+                disk.removed(segment)
             for record in disk.take_dead():
                 self.tier.mark_dead(record)
             disk.marked(well=True)

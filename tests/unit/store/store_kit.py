@@ -17,6 +17,7 @@ from headrace.core.block import (
 )
 from headrace.core.retention import KEEP, Retention
 from headrace.store.block_changes import BlockChanges, TellEach
+from headrace.store.node_rules import NodeRules
 from headrace.store.store_node import StoreNode
 
 NAMESPACE = NamespaceId("0123456789abcdef" * 2)
@@ -145,7 +146,6 @@ def make_kit(
         node_id=node_id,
         clock=clock,
         changes=changes if follower is None else TellEach(changes, follower),
-        lease_ttl_ms=lease_ttl_ms,
-        reservation_ttl_ms=reservation_ttl_ms,
+        rules=NodeRules(lease_ttl_ms=lease_ttl_ms, reservation_ttl_ms=reservation_ttl_ms),
     )
     return StoreKit(clock, arena, changes, node)

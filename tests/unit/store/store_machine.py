@@ -32,12 +32,21 @@ from headrace.blocks.host_arena import HostArena, SlotTerms, budgets_path, open_
 from headrace.core.block import BlockHash, BlockHeader, NamespaceId
 from headrace.core.eviction import PolicyName
 from headrace.store import budgets_file
+from headrace.store.node_rules import NodeRules
 from headrace.store.recover_arena import recover_arena
 from headrace.store.store_node import StoreNode
 
 DURABLE = (host_arena, disk_tier, budgets_file)  # the modules whose lines change what outlives the process
 LEASE_TTL_S, RESERVATION_TTL_S = 30.0, 10.0
 ANY = st.integers(0, 2**16)
+
+
+def rules_of(policy: PolicyName) -> NodeRules:
+    return NodeRules(
+        eviction_policy=policy,
+        lease_ttl_ms=int(LEASE_TTL_S * 1_000),
+        reservation_ttl_ms=int(RESERVATION_TTL_S * 1_000),
+    )
 
 
 @dataclass(slots=True)
@@ -108,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(units=st.integers(6, 14), policy=st.sampled_from(PolicyName), in_file=st.integers(0, 7))
     def start(self, units: int, policy: PolicyName, in_file: int) -> None:
-        self.policy = policy
+        self.rules = rules_of(policy)
         total_bytes = (units + 2) * host_arena.UNIT_BYTES
         if in_file == 7:
             self.directory = Path(tempfile.mkdtemp(prefix="store-machine-", dir="/dev/shm"))
@@ -133,9 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
             clock=self.clock,
             changes=self.index,
             recovered=recover_arena(self.arena),
-            lease_ttl_ms=int(LEASE_TTL_S * 1_000),
-            reservation_ttl_ms=int(RESERVATION_TTL_S * 1_000),
-            eviction_policy=self.policy,
+            rules=self.rules,
         )
         self.incarnations.append(self.node.incarnation)
 

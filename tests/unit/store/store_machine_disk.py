@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from known_blocks import BLOCKS, CHAINS, Key, KnownBlock, KnownChain
-from store_machine import ANY, LEASE_TTL_S, RESERVATION_TTL_S, IndexView, step
+from store_machine import ANY, IndexView, rules_of, step
 from store_machine_control import ControlMachine
 from store_model import Life, ancestry, closed, is_named
 
@@ -53,7 +53,7 @@ class DiskMachine(ControlMachine):
     @initialize(units=st.integers(3, 6), policy=st.sampled_from(PolicyName), segment=st.sampled_from([1, 2, 2, 3, 12]))
     def start(self, units: int, policy: PolicyName, segment: int) -> None:
         """Below 12, a segment does not take the largest block: then that is never kept."""
-        self.policy = policy
+        self.rules = rules_of(policy)
         self.directory = Path(tempfile.mkdtemp(prefix="store-machine-", dir="/dev/shm"))
         self.bytes_max = SEGMENTS * segment * (SMALLEST + 32)
         self.arena = HostArena.in_memory((units + 2) * UNIT_BYTES)
@@ -73,9 +73,7 @@ class DiskMachine(ControlMachine):
             changes=self.index,
             recovered=recover_arena(self.arena),
             disk=disk,
-            lease_ttl_ms=int(LEASE_TTL_S * 1_000),
-            reservation_ttl_ms=int(RESERVATION_TTL_S * 1_000),
-            eviction_policy=self.policy,
+            rules=self.rules,
         )
         self.incarnations.append(self.node.incarnation)
         self.may_return |= {(header.namespace, header.block_hash) for _, header in disk.found}
@@ -86,7 +84,7 @@ class DiskMachine(ControlMachine):
         super().reopen_storage()
         self.tier.close()
         torn, self.writing = self.writing, None
-        path = None if torn is None else self.tier.directory / f"segment-{torn.segment:016x}.blocks"
+        path = None if torn is None else self.path_of(torn)
         if path is not None and path.exists():
             cut = torn.offset + torn.total_bytes * (len(self.incarnations) % 8) // 7
             if torn.offset < cut < path.stat().st_size:
@@ -214,6 +212,9 @@ class DiskMachine(ControlMachine):
         full = self.tier.used_bytes + LARGEST > self.bytes_max
         waiting = {block.key for block in disk if block.record is None}
         with self.call(may_lose=set(self.on_disk) if full else waiting if not well else set()):
+            for segment in disk.given_up:
+                self.tier.remove_file(segment)
+                disk.removed(segment)
             for record in disk.take_dead():
                 self.tier.mark_dead(record)
             disk.marked(well=True)
@@ -226,6 +227,8 @@ class DiskMachine(ControlMachine):
                     self.rotten.add((job.record.segment, job.record.offset))
                 if well or half:
                     self.tier.write(job.record, job.header_bytes, job.payload)
+                if half and not well:  # as a write that fails leaves it
+                    os.truncate(self.path_of(job.record), job.record.offset)
                 disk.written(job, well=well)
         self.writing = None
         if full:
@@ -284,7 +287,7 @@ class DiskMachine(ControlMachine):
         if self.node.disk.get(key).waiting is not None:
             return
         at = record.offset + record.total_bytes - 1 - (len(BLOCKS[key].payload) if in_header else 0)
-        with (self.tier.directory / f"segment-{record.segment:016x}.blocks").open("r+b") as opened:
+        with self.path_of(record).open("r+b") as opened:
             opened.seek(at)
             byte = opened.read(1)[0]
             opened.seek(at)
@@ -335,6 +338,9 @@ class DiskMachine(ControlMachine):
         super().took_over()
         self.disk_bytes_allowed = {}  # what was found is kept, whatever the quotas say now
 
+    def path_of(self, record: DiskRecord) -> Path:
+        return self.tier.directory / f"segment-{record.segment:016x}.blocks"
+
     def check_records(self) -> None:
         """What is on disk can be read there."""
         assert self.tier.used_bytes <= self.bytes_max
@@ -354,7 +360,7 @@ class DiskMachine(ControlMachine):
 
     def check_at_rest(self) -> None:
         super().check_at_rest()
-        while not self.node.disk.is_settled:
+        while self.node.disk.has_work:
             self.do_write()
         assert len(self.node.disk) == 0
         self.may_return, self.on_disk, self.written, self.durable = set(), set(), {}, {}

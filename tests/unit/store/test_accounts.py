@@ -17,7 +17,9 @@ from headrace.core.budgets import AccountUsage, Budget
 from headrace.core.errors import InvalidRequest
 from headrace.core.eviction import PolicyName
 from headrace.core.generation import ControlOutcome, ControlReport, EvictSelector
-from headrace.core.limits import BACKGROUND_REMOVALS_MAX, BUDGET_NAMESPACES_MAX, BUDGETS_MAX, DEMOTE_QUEUE_BYTES_MAX
+from headrace.core.limits import BUDGET_NAMESPACES_MAX, BUDGETS_MAX
+from headrace.core.store_limits import BACKGROUND_REMOVALS_MAX, DEMOTE_QUEUE_BYTES_MAX
+from headrace.store.node_rules import NodeRules
 from headrace.store.recover_arena import recover_arena
 from headrace.store.removal_log import OVER_QUOTA, RemovalLog
 from headrace.store.store_node import StoreNode
@@ -174,7 +176,7 @@ def test_what_a_quota_evicts_is_remembered_with_that_reason():
 def test_a_flood_by_others_cannot_take_a_protected_minimum(policy):
     """Fails when the oldest block of all, which is protected, goes; or when what is above the minimum stays."""
     kit = make_kit(blocks=8)
-    kit.node = StoreNode(kit.arena, node_id="n1", clock=kit.clock, eviction_policy=policy)
+    kit.node = StoreNode(kit.arena, node_id="n1", clock=kit.clock, rules=NodeRules(eviction_policy=policy))
     kit.node.room.set_budgets([budget_of("a", blocks_min=3)])
     for token in range(5):
         store(kit, prompt_of("a", token))
@@ -244,7 +246,7 @@ def test_a_withheld_leaf_is_found_when_there_is_no_other_and_its_account_can_spa
     """Fails when a leaf that the policy was refused is forgotten although its account has one to spare, or is taken
     from under its reader."""
     kit = make_kit(blocks=4)
-    kit.node = StoreNode(kit.arena, node_id="n1", clock=kit.clock, eviction_policy=PolicyName.LRU)
+    kit.node = StoreNode(kit.arena, node_id="n1", clock=kit.clock, rules=NodeRules(eviction_policy=PolicyName.LRU))
     kit.node.room.set_budgets([budget_of("a", blocks_min=2)])
     for group, token in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
         store(kit, prompt_of(group, token))
@@ -270,7 +272,7 @@ def test_minima_beyond_the_share_that_may_be_protected_are_refused_with_the_arit
 def restarted(kit: StoreKit, *, pin_share: float) -> StoreKit:
     arena = kit.arena.reattached()
     recovered = recover_arena(arena)
-    node = StoreNode(arena, node_id="n1", clock=kit.clock, recovered=recovered, pin_share=pin_share)
+    node = StoreNode(arena, node_id="n1", clock=kit.clock, recovered=recovered, rules=NodeRules(pin_share=pin_share))
     return StoreKit(kit.clock, arena, kit.changes, node)
 
 
@@ -453,7 +455,7 @@ def test_whatever_happens_books_are_exact_quotas_hold_and_minima_are_kept(steps,
     """Fails, for example, when an account is counted twice, a quota is exceeded, or another's newcomer takes what is
     protected."""
     kit = make_kit(blocks=12)
-    kit.node = StoreNode(kit.arena, node_id="n1", clock=kit.clock, eviction_policy=policy)
+    kit.node = StoreNode(kit.arena, node_id="n1", clock=kit.clock, rules=NodeRules(eviction_policy=policy))
     bounds: dict[str, tuple[int, int]] = {}
     for at, (step, group, number, length) in enumerate(steps, start=1):
         kit.clock.seconds += 1

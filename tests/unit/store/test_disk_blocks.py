@@ -90,8 +90,10 @@ def test_a_disk_that_lets_no_file_be_deleted_does_not_end_the_node_nor_bring_bac
     oldest = min(tmp_path.glob("segment-*"))
     aside = oldest.rename(tmp_path / "aside")
     oldest.mkdir()  # which cannot be deleted as a file can
+    used_bytes = kit.tier.used_bytes
     kit.node.evict(EvictSelector(block_hashes=(evicted.chain[0],)), dry_run=False)
     assert kit.held(evicted) == 0
+    assert kit.tier.used_bytes == used_bytes, "the file takes its room until it is gone"
     assert not kit.node.disk.is_settled, "nobody may be told yet that it is gone for good"
     oldest.rmdir()
     aside.rename(oldest)
@@ -112,15 +114,29 @@ def test_a_segment_whose_file_cannot_be_deleted_for_room_brings_nothing_back(tmp
     aside = oldest.rename(tmp_path / "aside")
     oldest.mkdir()  # which cannot be deleted as a file can
     disk = kit.node.disk
-    job = disk.next_write()
-    assert job is not None
-    assert kit.held(make_prompt(1, 1)) == 0, "its segment was given up"
-    kit.tier.write(job.record, job.header_bytes, job.payload)
-    disk.written(job, well=True)
+    for _ in range(3):
+        assert disk.next_write() is None, "there is no room as long as the file is there"
+    assert [token for token in range(1, 8) if not kit.held(make_prompt(token, 1))] == [1], "one segment was given up"
+    assert disk.given_up
     oldest.rmdir()
     aside.rename(oldest)
+    assert kit.work() == 1
+    kit.node.check_integrity()
     kit.node.evict(EvictSelector(), dry_run=False)
     kit.work()
     kit.restart()
     assert [token for token in range(1, 8) if kit.held(make_prompt(token, 1))] == []
     kit.node.check_integrity()
+
+
+def test_a_disk_that_has_as_many_blocks_as_it_may_gives_up_its_oldest_for_new_ones(tmp_path: Path) -> None:
+    """Fails when a large disk of small blocks is full of its first ones for ever, since it has room left in bytes."""
+    kit = make_disk_kit(tmp_path, blocks=2, segments=16, segment_blocks=2)
+    kit.node.disk.blocks_max = 6
+    for token in range(1, 21):
+        kit.store(make_prompt(token, 1), [0])
+        kit.work()
+        kit.node.check_integrity()
+        assert len(kit.node.disk) <= 6
+    assert [token for token in range(1, 21) if kit.held(make_prompt(token, 1))] == list(range(13, 21))
+    assert kit.node.disk.counters.dropped_demotions == 0

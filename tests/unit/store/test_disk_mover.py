@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from store_kit import make_prompt
 from headrace.blocks.disk_tier import DiskRecord, DiskTier
 from headrace.core.clock import SystemClock
 from headrace.core.generation import EvictSelector
-from headrace.core.limits import DISK_READERS
+from headrace.core.store_limits import DISK_PAUSE_MS, DISK_READERS
 from headrace.store.disk_mover import DiskMover
 
 
@@ -31,6 +32,19 @@ def answer(directory: Path, aside: Path) -> None:
     (segment,) = directory.glob("segment-*")
     os.close(os.open(segment, os.O_RDWR))
     aside.rename(segment)
+
+
+def keep_oldest(directory: Path) -> Callable[[], None]:
+    """Have the oldest segment's file be one that cannot be deleted, until what this returns is called."""
+    oldest = min(directory.glob("segment-*"))
+    aside = oldest.rename(directory / "aside")
+    oldest.mkdir()
+
+    def let_go() -> None:
+        oldest.rmdir()
+        aside.rename(oldest)
+
+    return let_go
 
 
 class SlowDisk:
@@ -146,10 +160,11 @@ async def test_a_disk_that_takes_no_marks_is_told_of_once(tmp_path: Path, caplog
     kit.work()
     kit.node.evict(EvictSelector(block_hashes=make_prompt(1, 1).chain), dry_run=False)
     disk = ReadOnlyDisk(kit.tier)
-    mover = DiskMover(kit.node, disk, SystemClock())  # type: ignore[arg-type]
+    mover = DiskMover(kit.node, disk, kit.clock)  # type: ignore[arg-type]
 
     async def marked(*, tries: int) -> None:
         """Have it try once more: after a failure it pauses, which nobody waits for here."""
+        kit.clock.seconds += DISK_PAUSE_MS / 1_000
         kit.node.disk.wake()
         running = asyncio.create_task(mover.run())
         async with asyncio.timeout(60):
@@ -168,5 +183,50 @@ async def test_a_disk_that_takes_no_marks_is_told_of_once(tmp_path: Path, caplog
     await marked(tries=4)
     assert kit.node.disk.is_settled
     assert [record.message for record in caplog.records][1:] == ["what was removed is marked on disk now"]
+    await mover.stop()
+    kit.tier.close()
+
+
+async def test_a_file_that_the_disk_keeps_is_tried_again_and_costs_only_what_has_no_room_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fails when its room counts as free, when it is forgotten, or when blocks wait for that room for ever."""
+    caplog.set_level(logging.WARNING, logger="headrace.store.disk_mover")
+    kit = make_disk_kit(tmp_path, blocks=2, segments=4, segment_blocks=1)
+    for token in range(1, 7):
+        kit.store(make_prompt(token, 1), [0])
+    kit.work()
+    let_go = keep_oldest(tmp_path)
+    mover = DiskMover(kit.node, kit.tier, kit.clock)
+    running, disk = asyncio.create_task(mover.run()), kit.node.disk
+
+    async def until_done(*, keeps: bool) -> None:
+        async with asyncio.timeout(60):
+            while disk.waiting_blocks or bool(disk.given_up) != keeps:  # noqa: ASYNC110 (the tier has no event)
+                await asyncio.sleep(0.01)
+
+    for token in (7, 8):
+        kit.store(make_prompt(token, 1), [0])
+        await until_done(keeps=True)
+    # 1 went for room; 5 and 6 left the arena and are lost, since there was none in the end.
+    assert [token for token in range(1, 9) if kit.held(make_prompt(token, 1))] == [2, 3, 4, 7, 8]
+    assert kit.tier.used_bytes == kit.tier.bytes_max
+    assert disk.counters.write_failures == 2
+    kit.node.evict(EvictSelector(block_hashes=make_prompt(2, 1).chain), dry_run=False)
+    let_go()
+    kit.clock.seconds += DISK_PAUSE_MS / 1_000
+    disk.wake()
+    await mover.settle()
+    await until_done(keeps=False)
+    kit.store(make_prompt(9, 1), [0])
+    await until_done(keeps=False)
+    assert [token for token in range(1, 10) if kit.held(make_prompt(token, 1))] == [3, 4, 7, 8, 9]
+    assert [record.message for record in caplog.records if "files" in record.message] == [
+        "files that were given up cannot be removed and go on taking room: Is a directory",
+        "files that were given up are removed now",
+    ]
+    kit.node.check_integrity()
+    running.cancel()
+    await asyncio.wait([running])
     await mover.stop()
     kit.tier.close()

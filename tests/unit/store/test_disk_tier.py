@@ -1,6 +1,8 @@
 """The disk tier's files on their own: what is found again after any cut or flipped bit, and what is never exceeded."""
 
-import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,23 @@ def reopened(tier: DiskTier) -> tuple[DiskTier, list[tuple[DiskRecord, bytes]]]:
     tier.close()
     again = open_disk(tier.directory, tier.bytes_max, segments=4)
     return again, again.find_records()
+
+
+def remove(tier: DiskTier, segment: int) -> None:
+    tier.give_up(segment)
+    tier.remove_file(segment)
+    tier.removed(segment)
+
+
+@contextmanager
+def full_after(file_bytes: int) -> Iterator[None]:
+    """No file may be larger than that: a write gets so far and fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_was_written_is_found_again_with_its_bytes(tmp_path: Path) -> None:
@@ -93,7 +112,7 @@ def test_the_bound_holds_by_giving_up_the_oldest_segment(tmp_path: Path) -> None
     reclaimed = []
     for index in range(40):
         while (segment := tier.segment_to_reclaim(RECORD_BYTES)) is not None:
-            tier.drop_segment(segment)
+            remove(tier, segment)
             reclaimed.append(segment)
         put(tier, index % 6)
         tier.check_integrity(writing=False)
@@ -118,7 +137,8 @@ def test_a_write_that_failed_leaves_no_hole(tmp_path: Path) -> None:
     tier = make_tier(tmp_path / "n1")
     put(tier, 0)
     failed = tier.place(len(HEADERS[1]), len(PAYLOADS[1]))
-    os.truncate(next(tier.directory.glob("*.blocks")), failed.offset + 100)  # half of it got there
+    with full_after(failed.offset + 100), pytest.raises(OSError, match="too large"):
+        tier.write(failed, HEADERS[1], PAYLOADS[1])
     tier.unplace(failed)
     tier.check_integrity(writing=False)
     put(tier, 2)
@@ -126,10 +146,68 @@ def test_a_write_that_failed_leaves_no_hole(tmp_path: Path) -> None:
     assert [header for _, header in found] == [HEADERS[0], HEADERS[2]]
 
 
+def test_a_segment_that_was_given_up_takes_room_until_its_file_is_gone(tmp_path: Path) -> None:
+    """Fails when a disk that keeps a file is filled beyond the tier's bound."""
+    tier = make_tier(tmp_path / "n1", blocks=4)
+    records = [put(tier, index) for index in range(4)]
+    oldest = tier.segment_to_reclaim(RECORD_BYTES)
+    assert oldest == records[0].segment
+    tier.give_up(oldest)
+    assert (tier.used_bytes, tier.has_room(RECORD_BYTES)) == (4 * RECORD_BYTES, False)
+    assert tier.segment_to_reclaim(RECORD_BYTES) is None, "one is enough"
+    tier.check_integrity(writing=False)
+    tier.remove_file(oldest)
+    assert not tier.has_room(RECORD_BYTES), "nobody has said yet that it is gone"
+    tier.check_integrity(writing=False)
+    tier.removed(oldest)
+    assert (tier.used_bytes, tier.has_room(RECORD_BYTES)) == (3 * RECORD_BYTES, True)
+    put(tier, 4)
+    tier.check_integrity(writing=False)
+
+
+def test_a_segment_has_no_more_records_than_it_may_also_after_a_restart(tmp_path: Path) -> None:
+    """Fails when small blocks all come to lie in one segment, so that giving it up is all of the tier."""
+    tier = make_tier(tmp_path / "n1")
+    tier.segment_records_max = 3
+    assert [put(tier, index).segment for index in range(5)] == [1, 1, 1, 2, 2]
+    tier, _ = reopened(tier)
+    tier.segment_records_max = 3
+    assert [put(tier, index).segment for index in range(3)] == [2, 3, 3]
+    failed = tier.place(len(HEADERS[1]), len(PAYLOADS[1]))
+    tier.unplace(failed)
+    assert [put(tier, index).segment for index in range(2)] == [3, 4]
+    tier.check_integrity(writing=False)
+
+
+def test_the_older_half_is_that_of_the_segments_where_records_are_what_there_may_be_no_more_of(tmp_path: Path) -> None:
+    """Fails when blocks in use are not written again in a tier of small blocks, and go with its oldest segment."""
+    tier = make_tier(tmp_path / "n1", blocks=1_000)
+    tier.segment_records_max = 2
+    first = put(tier, 0).segment
+    olds = []
+    for index in range(9):
+        put(tier, index % 6)
+        olds.append(tier.is_old(first))
+    assert olds == [False] * 5 + [True] * 4  # since it has two whole ones and one more after it
+
+
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    """Fails when a node does not start because of a name that it did not give."""
+    tier = make_tier(tmp_path / "n1")
+    put(tier, 0)
+    (tier.directory / "segment-of-a-film.blocks").write_text("not ours")
+    tier, found = reopened(tier)
+    assert len(found) == 1
+    tier.check_integrity(writing=False)
+    tier.close()
+    assert remove_disk(tier.directory)
+    assert [entry.name for entry in tier.directory.iterdir()] == ["segment-of-a-film.blocks"]
+
+
 def test_reading_a_segment_that_is_gone_is_a_miss(tmp_path: Path) -> None:
     tier = make_tier(tmp_path / "n1")
     record = put(tier, 0)
-    tier.drop_segment(record.segment)
+    remove(tier, record.segment)
     with pytest.raises(BlockCorrupt, match="cannot be read"):
         tier.read(record)
     tier.mark_dead(record)

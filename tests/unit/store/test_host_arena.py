@@ -257,3 +257,18 @@ def test_an_arena_of_an_earlier_version_is_replaced_by_its_owner_and_refused_by_
     assert again.free_bytes == again.data_bytes
     assert not list(again.records())
     again.close()
+
+
+def test_what_is_adopted_needs_no_look_at_its_pages_later(tmp_path: Path) -> None:
+    """Fails when the first block that is stored after a restart pays for a pass over all of a large arena."""
+    arena = open_arena(arena_path(tmp_path, "n"), MB)
+    slots = [arena.allocate(7) for _ in range(20)]
+    arena.close()
+    again = open_arena(arena_path(tmp_path, "n"), MB)
+    assert again._backed_units == 0
+    assert again.adopt(slots[-1], 7)
+    assert again._backed_units == slots[-1] + 7
+    assert again.adopt(slots[0], 7)
+    assert again._backed_units == slots[-1] + 7
+    again.check_integrity()
+    again.close()

@@ -7,6 +7,7 @@ from headrace.blocks.claims import SlotReserved
 from headrace.core.generation import ControlOutcome, EvictSelector
 from headrace.core.ports import NotStored
 from headrace.core.retention import NO_END_UNIX_MS, Retention
+from headrace.store.node_rules import NodeRules
 from headrace.store.recover_arena import recover_arena
 from headrace.store.store_node import StoreNode
 
@@ -204,7 +205,9 @@ def test_pins_that_are_more_than_a_smaller_share_stay_and_no_more_are_taken() ->
     kit.store(other, range(1))
     kit.node.pin(named(prompt.chain[2]), until_unix_ms=None)
     arena = kit.arena.reattached()
-    node = StoreNode(arena, node_id="n1", clock=kit.clock, recovered=recover_arena(arena), pin_share=0.25)
+    node = StoreNode(
+        arena, node_id="n1", clock=kit.clock, recovered=recover_arena(arena), rules=NodeRules(pin_share=0.25)
+    )
     assert (node.stat().pinned_bytes, node.stat().pin_bytes_max) == (3 * UNIT, 2 * UNIT)
     assert node.pin(named(other.chain[0]), until_unix_ms=None).outcome is ControlOutcome.REFUSED
     assert node.pin(named(prompt.chain[0]), until_unix_ms=None).outcome is ControlOutcome.DONE

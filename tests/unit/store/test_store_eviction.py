@@ -6,6 +6,7 @@ from store_kit import ChangeLog, HandClock, StoreKit, make_branch, make_prompt
 from headrace.blocks.host_arena import HostArena
 from headrace.core.block import HashedPrompt
 from headrace.core.eviction import PolicyName
+from headrace.store.node_rules import NodeRules
 from headrace.store.store_node import StoreNode
 
 ARENA_BLOCKS = 40
@@ -16,7 +17,7 @@ STEADY = make_prompt(1, 4)
 def make_kit(policy: PolicyName) -> StoreKit:
     clock, changes = HandClock(), ChangeLog()
     arena = HostArena.in_memory((ARENA_BLOCKS + 2) * 4_096)
-    node = StoreNode(arena, node_id="n1", clock=clock, changes=changes, eviction_policy=policy)
+    node = StoreNode(arena, node_id="n1", clock=clock, changes=changes, rules=NodeRules(eviction_policy=policy))
     return StoreKit(clock, arena, changes, node)
 
 

@@ -11,8 +11,8 @@ from headrace.blocks.claims import SlotReserved
 from headrace.core.block import HashedPrompt, payload_digest
 from headrace.core.errors import LeaseExpired
 from headrace.core.generation import ControlOutcome, EvictSelector
-from headrace.core.limits import BACKGROUND_REMOVALS_MAX
 from headrace.core.retention import KEEP, Retention
+from headrace.core.store_limits import BACKGROUND_REMOVALS_MAX
 from headrace.store.recover_arena import recover_arena
 from headrace.store.removal_log import TIME_OVER, RemovalLog
 from headrace.store.store_node import StoreNode
