@@ -2,6 +2,7 @@
 touches message fields."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from headrace.client.admin_values import (
     BlockEntry,
@@ -25,7 +26,7 @@ from headrace.client.admin_values import (
     TenantUsage,
     WorkerStatus,
 )
-from headrace.client.messages import from_message, if_set, refusing_unencodable, set_prompt
+from headrace.client.messages import encode, from_message, if_set, refusing_unencodable, set_prompt
 from headrace.client.placement_values import RouteExplanation, RouteOutcome, RoutePlan
 from headrace.client.values import Prompt
 from headrace.core.generation import ControlOutcome, ControlReport, EvictReport, HolderStat
@@ -34,20 +35,7 @@ from headrace.wire.v1 import admin_pb2, inference_pb2
 
 def selector_message(selector: Selector) -> admin_pb2.Selector:
     """Encode a selector. Raises InvalidRequest."""
-    with refusing_unencodable():
-        return admin_pb2.Selector(
-            model=selector.model,
-            namespace=selector.namespace,
-            block_hashes=selector.block_hashes,
-            prefix_text=selector.prefix_text,
-            prefix_token_ids=selector.prefix_token_ids,
-            idle_for_s=selector.idle_for_s,
-            older_than_s=selector.older_than_s,
-            holders=selector.holders,
-            tier=selector.tier,
-            tenant=selector.tenant,
-            free_bytes=selector.free_bytes,
-        )
+    return encode(admin_pb2.Selector, **{field.name: getattr(selector, field.name) for field in fields(selector)})
 
 
 def listing_from_message(message: admin_pb2.ListBlocksReply) -> BlockListing:
@@ -94,18 +82,6 @@ def why_miss_message(
         return asked
 
 
-def quota_message(tenant: str, *, bytes_max: int | None, bytes_min: int, reset: bool) -> admin_pb2.SetQuotaRequest:
-    """Encode a tenant's new budget. Raises InvalidRequest."""
-    with refusing_unencodable():
-        return admin_pb2.SetQuotaRequest(tenant=tenant, bytes_max=bytes_max, bytes_min=bytes_min, reset=reset)
-
-
-def drain_message(holder: str, *, undo: bool, without_moving: bool) -> admin_pb2.DrainNodeRequest:
-    """Encode the order to drain a node. Raises InvalidRequest."""
-    with refusing_unencodable():
-        return admin_pb2.DrainNodeRequest(holder=holder, undo=undo, without_moving=without_moving)
-
-
 def explanation_from_message(message: admin_pb2.WhyMissReply) -> MissExplanation:
     """Decode why a prompt missed."""
     return from_message(
@@ -126,13 +102,6 @@ def route_explanation_from_message(message: admin_pb2.ExplainRouteReply) -> Rout
         chosen=from_message(RoutePlan, message.chosen),
         others=tuple(from_message(RoutePlan, plan) for plan in message.others),
         outcome=from_message(RouteOutcome, message.outcome, **seconds),
-    )
-
-
-def stored_block_message(block: StoredBlock, *, holder: str) -> admin_pb2.StoredBlock:
-    """Encode a block to be written to a node."""
-    return admin_pb2.StoredBlock(
-        header=block.header, payload=block.payload, holder=holder, namespace_fields=block.namespace_fields
     )
 
 

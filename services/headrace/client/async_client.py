@@ -24,6 +24,7 @@ from headrace.client.admin_values import (
     TenantListing,
 )
 from headrace.client.errors import error_from_rpc
+from headrace.client.messages import encode
 from headrace.client.placement_values import RouteExplanation
 from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, RequestOptions, Target, prepare_call, target_of
 from headrace.client.values import Event, GenerateResult, Prompt, ResultCollector, ServedModel
@@ -126,10 +127,9 @@ class AsyncHeadraceClient:
         self, selector: Selector = EVERYTHING, *, with_text: bool = False, limit: int = 0
     ) -> BlockListing:
         """As HeadraceClient.list_blocks."""
-        request = admin_pb2.ListBlocksRequest(
-            selector=admin_messages.selector_message(selector), with_text=with_text, limit=limit
-        )
-        return admin_messages.listing_from_message(await self._ask(self._admin.ListBlocks, request))
+        selected = admin_messages.selector_message(selector)
+        asked = encode(admin_pb2.ListBlocksRequest, selector=selected, with_text=with_text, limit=limit)
+        return admin_messages.listing_from_message(await self._ask(self._admin.ListBlocks, asked))
 
     async def evict(self, selector: Selector, *, dry_run: bool = True) -> tuple[EvictReport, ...]:
         """As HeadraceClient.evict."""
@@ -137,10 +137,9 @@ class AsyncHeadraceClient:
 
     async def price_eviction(self, selector: Selector, *, dry_run: bool = True, tokens_per_s: float = 0.0) -> Eviction:
         """As HeadraceClient.price_eviction."""
-        request = admin_pb2.EvictRequest(
-            selector=admin_messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
-        )
-        return admin_messages.eviction_from_message(await self._ask(self._admin.Evict, request))
+        selected = admin_messages.selector_message(selector)
+        asked = encode(admin_pb2.EvictRequest, selector=selected, dry_run=dry_run, tokens_per_s=tokens_per_s)
+        return admin_messages.eviction_from_message(await self._ask(self._admin.Evict, asked))
 
     async def why_miss(
         self, prompt: Prompt | None = None, *, model: str = "", request_id: str = "", cache_salt: str = ""
@@ -151,38 +150,43 @@ class AsyncHeadraceClient:
 
     async def explain_route(self, request_id: str) -> RouteExplanation:
         """As HeadraceClient.explain_route."""
-        asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
+        asked = encode(admin_pb2.ExplainRouteRequest, request_id=request_id)
         return admin_messages.route_explanation_from_message(await self._ask(self._admin.ExplainRoute, asked))
 
     async def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
         """As HeadraceClient.read_block."""
-        asked = admin_pb2.ReadBlockRequest(holder=holder, namespace=namespace, chain=chain)
+        asked = encode(admin_pb2.ReadBlockRequest, holder=holder, namespace=namespace, chain=chain)
         return admin_messages.stored_block_from_message(await self._ask(self._admin.ReadBlock, asked))
 
     async def write_block(self, holder: str, block: StoredBlock) -> str:
         """As HeadraceClient.write_block."""
-        reply = await self._ask(self._admin.WriteBlock, admin_messages.stored_block_message(block, holder=holder))
-        return str(reply.outcome)
+        asked = encode(
+            admin_pb2.StoredBlock,
+            holder=holder,
+            header=block.header,
+            payload=block.payload,
+            namespace_fields=block.namespace_fields,
+        )
+        return str((await self._ask(self._admin.WriteBlock, asked)).outcome)
 
     async def doctor(self, *, fix: bool = False) -> tuple[Finding, ...]:
         """As HeadraceClient.doctor."""
-        return admin_messages.findings_from_message(
-            await self._ask(self._admin.Doctor, admin_pb2.DoctorRequest(fix=fix))
-        )
+        asked = encode(admin_pb2.DoctorRequest, fix=fix)
+        return admin_messages.findings_from_message(await self._ask(self._admin.Doctor, asked))
 
     async def pin(self, selector: Selector, *, for_s: float | None = None) -> tuple[ControlReport, ...]:
         """As HeadraceClient.pin."""
-        asked = admin_pb2.PinRequest(selector=admin_messages.selector_message(selector), for_s=for_s)
+        asked = encode(admin_pb2.PinRequest, selector=admin_messages.selector_message(selector), for_s=for_s)
         return admin_messages.control_reports_from_message(await self._ask(self._admin.Pin, asked))
 
     async def unpin(self, selector: Selector) -> tuple[ControlReport, ...]:
         """As HeadraceClient.unpin."""
-        asked = admin_pb2.PinRequest(selector=admin_messages.selector_message(selector))
+        asked = encode(admin_pb2.PinRequest, selector=admin_messages.selector_message(selector))
         return admin_messages.control_reports_from_message(await self._ask(self._admin.Unpin, asked))
 
     async def set_ttl(self, selector: Selector, *, ttl_s: float | None) -> tuple[ControlReport, ...]:
         """As HeadraceClient.set_ttl."""
-        asked = admin_pb2.SetTtlRequest(selector=admin_messages.selector_message(selector), ttl_s=ttl_s)
+        asked = encode(admin_pb2.SetTtlRequest, selector=admin_messages.selector_message(selector), ttl_s=ttl_s)
         return admin_messages.control_reports_from_message(await self._ask(self._admin.SetTtl, asked))
 
     async def list_tenants(self) -> TenantListing:
@@ -192,19 +196,19 @@ class AsyncHeadraceClient:
 
     async def set_quota(self, tenant: str, *, bytes_max: int | None, bytes_min: int = 0) -> QuotaChange:
         """As HeadraceClient.set_quota."""
-        asked = admin_messages.quota_message(tenant, bytes_max=bytes_max, bytes_min=bytes_min, reset=False)
+        asked = encode(admin_pb2.SetQuotaRequest, tenant=tenant, bytes_max=bytes_max, bytes_min=bytes_min)
         return admin_messages.quota_change_from_message(await self._ask(self._admin.SetQuota, asked))
 
     async def reset_quota(self, tenant: str) -> QuotaChange:
         """As HeadraceClient.reset_quota."""
-        asked = admin_messages.quota_message(tenant, bytes_max=None, bytes_min=0, reset=True)
+        asked = encode(admin_pb2.SetQuotaRequest, tenant=tenant, reset=True)
         return admin_messages.quota_change_from_message(await self._ask(self._admin.SetQuota, asked))
 
     async def drain_node(
         self, holder: str, *, undo: bool = False, without_moving: bool = False
     ) -> AsyncIterator[DrainProgress]:
         """As HeadraceClient.drain_node."""
-        asked = admin_messages.drain_message(holder, undo=undo, without_moving=without_moving)
+        asked = encode(admin_pb2.DrainNodeRequest, holder=holder, undo=undo, without_moving=without_moving)
         call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._target.metadata)
         try:
             async for message in call:

@@ -34,6 +34,7 @@ from headrace.client.admin_values import (
     TenantListing,
 )
 from headrace.client.errors import error_from_rpc
+from headrace.client.messages import encode
 from headrace.client.placement_values import RouteExplanation
 from headrace.client.prepare_call import CHANNEL_OPTIONS, Access, RequestOptions, Target, prepare_call, target_of
 from headrace.client.values import Event, GenerateResult, Prompt, ResultCollector, ServedModel
@@ -130,21 +131,19 @@ class HeadraceClient:
 
     def list_blocks(self, selector: Selector = EVERYTHING, *, with_text: bool = False, limit: int = 0) -> BlockListing:
         """Cached blocks, with their text when asked for. limit 0: the server's bound."""
-        request = admin_pb2.ListBlocksRequest(
-            selector=admin_messages.selector_message(selector), with_text=with_text, limit=limit
-        )
-        return admin_messages.listing_from_message(self._ask(self._admin.ListBlocks, request))
+        selected = admin_messages.selector_message(selector)
+        asked = encode(admin_pb2.ListBlocksRequest, selector=selected, with_text=with_text, limit=limit)
+        return admin_messages.listing_from_message(self._ask(self._admin.ListBlocks, asked))
 
     def evict(self, selector: Selector, *, dry_run: bool = True) -> tuple[EvictReport, ...]:
         """Evict (dry: count) what the selector means, over all holders. A report with an error did not answer."""
-        return (self.price_eviction(selector, dry_run=dry_run)).reports
+        return self.price_eviction(selector, dry_run=dry_run).reports
 
     def price_eviction(self, selector: Selector, *, dry_run: bool = True, tokens_per_s: float = 0.0) -> Eviction:
         """As evict, with what it loses. tokens_per_s: how fast prompts are computed; 0: as the gateway measured it."""
-        request = admin_pb2.EvictRequest(
-            selector=admin_messages.selector_message(selector), dry_run=dry_run, tokens_per_s=tokens_per_s
-        )
-        return admin_messages.eviction_from_message(self._ask(self._admin.Evict, request))
+        selected = admin_messages.selector_message(selector)
+        asked = encode(admin_pb2.EvictRequest, selector=selected, dry_run=dry_run, tokens_per_s=tokens_per_s)
+        return admin_messages.eviction_from_message(self._ask(self._admin.Evict, asked))
 
     def why_miss(
         self, prompt: Prompt | None = None, *, model: str = "", request_id: str = "", cache_salt: str = ""
@@ -155,37 +154,44 @@ class HeadraceClient:
 
     def explain_route(self, request_id: str) -> RouteExplanation:
         """Why a request that the gateway placed lately went where it went, and what in fact happened."""
-        asked = admin_pb2.ExplainRouteRequest(request_id=request_id)
+        asked = encode(admin_pb2.ExplainRouteRequest, request_id=request_id)
         return admin_messages.route_explanation_from_message(self._ask(self._admin.ExplainRoute, asked))
 
     def read_block(self, holder: str, *, namespace: str, chain: Sequence[bytes]) -> StoredBlock:
         """The last block of a chain from one node (`node:ID`)."""
-        asked = admin_pb2.ReadBlockRequest(holder=holder, namespace=namespace, chain=chain)
+        asked = encode(admin_pb2.ReadBlockRequest, holder=holder, namespace=namespace, chain=chain)
         return admin_messages.stored_block_from_message(self._ask(self._admin.ReadBlock, asked))
 
     def write_block(self, holder: str, block: StoredBlock) -> str:
         """Store one block on a node; "stored", "already stored" or "no room"."""
-        reply = self._ask(self._admin.WriteBlock, admin_messages.stored_block_message(block, holder=holder))
-        return str(reply.outcome)
+        asked = encode(
+            admin_pb2.StoredBlock,
+            holder=holder,
+            header=block.header,
+            payload=block.payload,
+            namespace_fields=block.namespace_fields,
+        )
+        return str(self._ask(self._admin.WriteBlock, asked).outcome)
 
     def doctor(self, *, fix: bool = False) -> tuple[Finding, ...]:
         """Examine the system; with fix, also repair what can be repaired from here."""
-        return admin_messages.findings_from_message(self._ask(self._admin.Doctor, admin_pb2.DoctorRequest(fix=fix)))
+        asked = encode(admin_pb2.DoctorRequest, fix=fix)
+        return admin_messages.findings_from_message(self._ask(self._admin.Doctor, asked))
 
     def pin(self, selector: Selector, *, for_s: float | None = None) -> tuple[ControlReport, ...]:
         """Keep the last full block of the selected prefix (or the blocks named by hash) and all before it, on every
         node that holds it. for_s None: until it is unpinned. A refusal is a report and no error."""
-        asked = admin_pb2.PinRequest(selector=admin_messages.selector_message(selector), for_s=for_s)
+        asked = encode(admin_pb2.PinRequest, selector=admin_messages.selector_message(selector), for_s=for_s)
         return admin_messages.control_reports_from_message(self._ask(self._admin.Pin, asked))
 
     def unpin(self, selector: Selector) -> tuple[ControlReport, ...]:
         """Take a pin back on every node."""
-        asked = admin_pb2.PinRequest(selector=admin_messages.selector_message(selector))
+        asked = encode(admin_pb2.PinRequest, selector=admin_messages.selector_message(selector))
         return admin_messages.control_reports_from_message(self._ask(self._admin.Unpin, asked))
 
     def set_ttl(self, selector: Selector, *, ttl_s: float | None) -> tuple[ControlReport, ...]:
         """Have the selected blocks and all that stand on them go ttl_s from now; None takes an earlier order back."""
-        asked = admin_pb2.SetTtlRequest(selector=admin_messages.selector_message(selector), ttl_s=ttl_s)
+        asked = encode(admin_pb2.SetTtlRequest, selector=admin_messages.selector_message(selector), ttl_s=ttl_s)
         return admin_messages.control_reports_from_message(self._ask(self._admin.SetTtl, asked))
 
     def list_tenants(self) -> TenantListing:
@@ -194,12 +200,12 @@ class HeadraceClient:
 
     def set_quota(self, tenant: str, *, bytes_max: int | None, bytes_min: int = 0) -> QuotaChange:
         """Give a tenant's trust group a quota (None: none) and a protected minimum, in bytes on each node."""
-        asked = admin_messages.quota_message(tenant, bytes_max=bytes_max, bytes_min=bytes_min, reset=False)
+        asked = encode(admin_pb2.SetQuotaRequest, tenant=tenant, bytes_max=bytes_max, bytes_min=bytes_min)
         return admin_messages.quota_change_from_message(self._ask(self._admin.SetQuota, asked))
 
     def reset_quota(self, tenant: str) -> QuotaChange:
         """Give a tenant's trust group back the budget that the tenants file has."""
-        asked = admin_messages.quota_message(tenant, bytes_max=None, bytes_min=0, reset=True)
+        asked = encode(admin_pb2.SetQuotaRequest, tenant=tenant, reset=True)
         return admin_messages.quota_change_from_message(self._ask(self._admin.SetQuota, asked))
 
     def drain_node(self, holder: str, *, undo: bool = False, without_moving: bool = False) -> Iterator[DrainProgress]:
@@ -207,7 +213,7 @@ class HeadraceClient:
 
         Starts with the first `next`; yields how far it is, last with `done`. Leaving early cancels the call.
         """
-        asked = admin_messages.drain_message(holder, undo=undo, without_moving=without_moving)
+        asked = encode(admin_pb2.DrainNodeRequest, holder=holder, undo=undo, without_moving=without_moving)
         call = self._admin.DrainNode(asked, timeout=DRAIN_CLIENT_TIMEOUT_MS / 1e3, metadata=self._target.metadata)
         try:
             for message in call:

@@ -3,7 +3,7 @@
 Where a value has a message's fields under the same names, it is read by its names (`from_message`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,8 @@ from headrace.wire.v1 import inference_pb2
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+Encoded = TypeVar("Encoded")
 
 SOURCE_TO_WIRE = {
     CacheSource.DEVICE: inference_pb2.CACHE_SOURCE_DEVICE,
@@ -54,6 +56,12 @@ def generate_request_message(
             )
         )
     return request
+
+
+def encode(kind: Callable[..., Encoded], **values: Any) -> Encoded:
+    """A message with these fields. Raises InvalidRequest where one of them cannot be sent at all."""
+    with refusing_unencodable():
+        return kind(**values)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from headrace.client import (
     Message,
     Sampling,
     Selector,
+    StoredBlock,
 )
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace.core.limits import CLIENT_DEADLINE_GRACE_MS
@@ -100,6 +101,46 @@ def test_a_prompt_that_cannot_be_sent_is_refused_before_any_call(client, small_g
     with pytest.raises(InvalidRequest):
         client.generate(prompt)
     assert not small_gateway.requests
+
+
+NOT_UNICODE = "ab\udcff"
+UNSENDABLE = {
+    "list_blocks": [{"limit": -1}],
+    "price_eviction": [{"selector": Selector(model=NOT_UNICODE)}],
+    "why_miss": [{"request_id": NOT_UNICODE}],
+    "explain_route": [{"request_id": NOT_UNICODE}],
+    "read_block": [{"holder": NOT_UNICODE, "namespace": "", "chain": []}],
+    "write_block": [{"holder": NOT_UNICODE, "block": StoredBlock(b"", b"", {})}],
+    "pin": [{"selector": Selector(tenant=NOT_UNICODE)}, {"selector": Selector(), "for_s": "long"}],
+    "unpin": [{"selector": Selector(tenant=NOT_UNICODE)}],
+    "set_ttl": [{"selector": Selector(), "ttl_s": "long"}],
+    "set_quota": [{"tenant": "acme", "bytes_max": -1}, {"tenant": NOT_UNICODE, "bytes_max": 1}],
+    "reset_quota": [{"tenant": NOT_UNICODE}],
+    "drain_node": [{"holder": NOT_UNICODE}],
+}
+
+
+def ask(client: HeadraceClient, method: str, arguments: dict[str, object]) -> None:
+    """A drain is sent with the first look at how far it is."""
+    found = getattr(client, method)(**arguments)
+    if method == "drain_node":
+        next(found)
+
+
+async def ask_async(client: AsyncHeadraceClient, method: str, arguments: dict[str, object]) -> None:
+    found = getattr(client, method)(**arguments)
+    await (anext(found) if method == "drain_node" else found)
+
+
+@pytest.mark.parametrize("method", UNSENDABLE)
+async def test_what_no_message_can_carry_is_refused_as_an_invalid_request(client, small_gateway, method):
+    """Fails when a caller gets protobuf's own error, of which the client's documentation says nothing."""
+    async with AsyncHeadraceClient(small_gateway.address) as other:
+        for arguments in UNSENDABLE[method]:
+            with pytest.raises(InvalidRequest):
+                ask(client, method, arguments)
+            with pytest.raises(InvalidRequest):
+                await ask_async(other, method, arguments)
 
 
 def test_leaving_a_stream_early_cancels_it_on_the_server(client, small_gateway):
@@ -192,7 +233,7 @@ async def test_closing_the_async_client_ends_its_streams_with_an_error_not_a_can
     await anext(events)
     await anext(events)
     reading = asyncio.create_task(anext(events))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(small_gateway.hanging.wait, 60)
     await client.close()
     with pytest.raises(WorkerUnavailable):
         await reading
