@@ -65,6 +65,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     drain_steps: list[dict[str, Any]] = field(default_factory=list)  # what a drain tells, one after the other
     draining: bool = False
     looked_up_tokens: int = 200  # and a quarter of them hit
+    looked_up_between: int = 0  # tokens, from each look at the books to the next
     time_remaining_s: float = 0.0
     hanging: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -163,6 +164,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
             )
             for holder, blocks in self.holder_blocks.items()
         ]
+        self.looked_up_tokens += self.looked_up_between
         return admin_pb2.StatReply(holders=stats)
 
     def _meant(self, holder: str, selector: admin_pb2.Selector) -> list[BlockHash]:

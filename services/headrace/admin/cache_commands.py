@@ -233,7 +233,8 @@ def _stat_row(stat: HolderStat) -> list[str]:
     help="As much as is needed to free this much in each tier of each holder: 2GiB.",
 )
 @click.option(
-    "--tokens-per-second",
+    "--prefill-tokens-per-s",
+    "tokens_per_s",
     type=click.FloatRange(min=0, min_open=True),
     default=None,
     help="How fast prompts are computed, for the seconds lost. Default: as the gateway measured it.",
@@ -246,7 +247,7 @@ def evict_cache(
     selector: Selector,
     everything: bool,
     free_bytes: int | None,
-    tokens_per_second: float | None,
+    tokens_per_s: float | None,
     yes: bool,
     address: str,
     as_json: bool,
@@ -271,7 +272,7 @@ def evict_cache(
     if everything and not selector.selects_everything:
         raise click.UsageError("--all and a narrower selection contradict each other; leave one out")
     with connect(address) as client:
-        eviction = client.price_eviction(selector, dry_run=not yes, tokens_per_s=tokens_per_second or 0.0)
+        eviction = client.price_eviction(selector, dry_run=not yes, tokens_per_s=tokens_per_s or 0.0)
     reports = eviction.reports
     if as_json:
         print_json({"dry_run": not yes, **_eviction_json(eviction), "total": _evict_total(reports)})
@@ -302,7 +303,7 @@ def _describe_loss(eviction: Eviction) -> str:
     most = "at most " if eviction.lost_tokens_at_most else ""
     lost = f"lost: {most}{eviction.lost_tokens:,} tokens of which no copy stays"
     if eviction.recompute_s is None:
-        return f"{lost}; seconds of recompute not known, no prefill was measured yet (--tokens-per-second says it)"
+        return f"{lost}; seconds of recompute not known, no prefill was measured yet (--prefill-tokens-per-s says it)"
     rate = f"{eviction.tokens_per_s:,.0f} tokens/s, {eviction.tokens_per_s_from}"
     return f"{lost}, {eviction.recompute_s:.1f} s of recompute ({rate})"
 

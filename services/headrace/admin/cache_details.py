@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 import click
 
 from headrace.admin.cache_commands import describe_pin
 from headrace.admin.connection import address_option, connect
-from headrace.admin.selection import HASH_LENGTHS, TokenIds, Words
+from headrace.admin.prompt_options import model_option, prompt_options, salt_option
+from headrace.admin.selection import HASH_LENGTHS, Words
 from headrace.admin.terminal import (
     counted,
     exit_if_incomplete,
@@ -22,14 +22,13 @@ from headrace.admin.terminal import (
     to_jsonable,
     unix_ms_now,
 )
-from headrace.client import BlockEntry, Message, MissExplanation, Prompt, Selector
-from headrace.core.errors import InvalidRequest
+from headrace.client import BlockEntry, MissExplanation, Prompt, Selector
 
 
 @click.command("show", short_help="Show one block on every holder.")
 @click.argument("block", metavar="HASH|PREFIX", type=Words())
 @click.option("--text", "with_text", is_flag=True, help="Show what the block says, which is what users sent.")
-@click.option("--model", default="", help="Needed only when more than one is served.")
+@model_option
 @address_option
 @json_option
 def show_block(*, block: str, model: str, with_text: bool, address: str, as_json: bool) -> None:
@@ -117,28 +116,14 @@ def _print_copies(copies: Sequence[BlockEntry], *, with_text: bool) -> None:
 
 
 @click.command("why-miss", short_help="Say why a prompt is not (all) in the cache.")
-@click.argument("prompt", required=False)
-@click.option("--token-ids", type=TokenIds(), default=None, help="The prompt as token ids: 1,2,3.")
-@click.option("--chat", is_flag=True, help="PROMPT is one user message, put through the model's chat template.")
-@click.option("--system", default="", help="System message before it; implies --chat.")
-@click.option("--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read PROMPT from a file.")
-@click.option("--request", "request_id", default="", help="A request that this gateway served lately, by its id.")
-@click.option("--cache-salt", default="", help="The cache_salt that the request had.")
-@click.option("--model", default="", help="Needed only when more than one is served.")
+@prompt_options(default=None)
+@click.option("--request", "request_id", type=Words(), help="A request that was served lately, by its id, instead.")
+@model_option
+@salt_option
 @address_option
 @json_option
 def why_miss(
-    *,
-    prompt: str | None,
-    token_ids: tuple[int, ...] | None,
-    chat: bool,
-    system: str,
-    file: Path | None,
-    request_id: str,
-    cache_salt: str,
-    model: str,
-    address: str,
-    as_json: bool,
+    *, prompt: Prompt | None, request_id: str | None, model: str, cache_salt: str, address: str, as_json: bool
 ) -> None:
     """Say why a prompt is not (all) in the cache now, or was not when a request came.
 
@@ -151,36 +136,15 @@ def why_miss(
       headrace cache why-miss --chat --system "Be brief." "Hello"
       headrace cache why-miss --request 5f0c1d2e3b4a59687786a5b4
     """
-    asked = _prompt(prompt, token_ids, file, as_chat=chat or bool(system), system=system)
-    if (asked is None) == (not request_id):
+    if (prompt is None) == (request_id is None):
         raise click.UsageError("give one of PROMPT, --file, --token-ids and --request")
     with connect(address) as client:
-        found = client.why_miss(asked, model=model, request_id=request_id, cache_salt=cache_salt)
+        found = client.why_miss(prompt, model=model, request_id=request_id or "", cache_salt=cache_salt)
     if as_json:
         print_json(to_jsonable(found) | {"errors": dict(found.errors)})
     else:
         _print_explanation(found)
     exit_if_incomplete(found.errors)
-
-
-def _prompt(
-    text: str | None, token_ids: tuple[int, ...] | None, file: Path | None, *, as_chat: bool, system: str
-) -> Prompt | None:
-    given = [value for value in (text, token_ids, file) if value is not None]
-    if len(given) > 1:
-        raise click.UsageError("give one of PROMPT, --file and --token-ids")
-    if token_ids is not None:
-        return token_ids
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise InvalidRequest(f"{file} is not UTF-8 text", param="file") from None
-    if text is None:
-        return None
-    if not as_chat:
-        return text
-    return [*([Message("system", system)] if system else []), Message("user", text)]
 
 
 def _print_explanation(found: MissExplanation) -> None:

@@ -3,13 +3,13 @@
 import click
 
 from headrace.admin.connection import address_option, connect
+from headrace.admin.prompt_options import find_model, model_option
 from headrace.admin.terminal import EXIT_CHECK_FAILED, json_option, print_json, print_table, say
 from headrace.admin.verify_cache import CacheReport, verify_cache
-from headrace.core.errors import InvalidRequest
 
 
 @click.command("verify", short_help="Check that reuse changes no answer.")
-@click.option("--model", default="", help="Needed only when more than one is served.")
+@model_option
 @address_option
 @json_option
 def cache_verify(*, model: str, address: str, as_json: bool) -> None:
@@ -26,11 +26,7 @@ def cache_verify(*, model: str, address: str, as_json: bool) -> None:
       headrace cache verify --address 10.0.0.2:9000 --json
     """
     with connect(address) as client:
-        served = [each for each in client.list_models() if model in ("", each.id)]
-        if len(served) != 1:
-            names = ", ".join(each.id for each in served) or "none of that name"
-            raise InvalidRequest(f"say which model: {names}", param="model")
-        found = verify_cache(client, model=served[0], report=say)
+        found = verify_cache(client, model=find_model(model, client.list_models()), report=say)
     if as_json:
         print_json(found.as_json())
     else:

@@ -1,13 +1,12 @@
 """`headrace certs create`: certificates for trying TLS."""
 
 import importlib.util
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from headrace.admin.create_certificates import create_certificates
-from headrace.admin.terminal import ExtraMissing, json_option, print_json
+from headrace.admin.terminal import ExtraMissing, json_option, print_json, say
 from headrace.core.errors import InvalidRequest
 
 DAYS_DEFAULT = 90
@@ -18,7 +17,7 @@ def certs() -> None:
     """Certificates for trying TLS (docs/tls.md). A fleet has an authority of its own."""
 
 
-@certs.command("create")
+@certs.command("create", short_help="Make an authority and a certificate.")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
     "--host",
@@ -47,10 +46,10 @@ def create(*, directory: Path, hosts: tuple[str, ...], days: int, as_json: bool)
         paths = create_certificates(directory, hosts=hosts or ("localhost", "127.0.0.1"), days=days)
     except ValueError as error:
         raise InvalidRequest(f"no certificate can be made: {error}", param="host") from error
+    settings = {"tls_cert_file": paths.cert_file, "tls_key_file": paths.key_file, "tls_ca_file": paths.ca_file}
     if as_json:
-        print_json(asdict(paths))
+        print_json({**settings, "ca_key_file": paths.ca_key_file})
         return
-    click.echo(f"tls_cert_file: {paths.cert_file}")
-    click.echo(f"tls_key_file: {paths.key_file}")
-    click.echo(f"tls_ca_file: {paths.ca_file}")
-    click.echo(f"(keep {paths.ca_key_file} away from the hosts: whoever has it is let in everywhere)", err=True)
+    for name, path in settings.items():
+        click.echo(f"{name}: {path}")
+    say(f"(keep {paths.ca_key_file} away from the hosts: whoever has it is let in everywhere)")

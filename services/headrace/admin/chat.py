@@ -1,6 +1,5 @@
 """`headrace chat`: a conversation on the terminal that shows after each turn what the cache saved."""
 
-import json
 import sys
 from typing import Any, Unpack
 
@@ -13,23 +12,23 @@ from headrace.admin.inference_commands import (
     print_text,
     priority_option,
     result_json,
-    salt_option,
     sampling_options,
 )
-from headrace.admin.terminal import read_stdin, say
+from headrace.admin.prompt_options import find_model, model_option, salt_option
+from headrace.admin.terminal import json_lines_option, print_json_line, read_stdin, say, tell_error
 from headrace.client import HeadraceClient, Message, RequestOptions
-from headrace.core.errors import HeadraceError, UnknownModel
+from headrace.core.errors import HeadraceError
 
 
 @click.command()
 @click.option("--system", default="", help="System message at the start of the conversation.")
-@click.option("--model", default="", help="Needed only when more than one is served.")
+@model_option
 @salt_option
 @priority_option
 @sampling_options
 @cache_options
 @address_option
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON for each turn.")
+@json_lines_option
 def chat(*, system: str, model: str, address: str, as_json: bool, **request: Any) -> None:
     """Talk to a model. /reset forgets the conversation, /exit (or end of input) ends it, Ctrl-C stops an answer.
 
@@ -77,10 +76,7 @@ class Conversation:
         self, client: HeadraceClient, *, system: str, as_json: bool, **options: Unpack[RequestOptions]
     ) -> None:
         """Ask the server for its models first, so that a wrong address or name is told before anybody types."""
-        served = [m.id for m in client.list_models()]
-        self.model = options.get("model") or (served[0] if len(served) == 1 else "")
-        if self.model not in served:
-            raise UnknownModel(self.model, served)
+        self.model = find_model(options.get("model", ""), client.list_models()).id
         self._client = client
         self._options: RequestOptions = {**options, "model": self.model}
         self._start = [Message("system", system)] if system else []
@@ -97,7 +93,7 @@ class Conversation:
         try:
             answer = self._stream(turns)
         except HeadraceError as error:
-            say(f"error: {error}")
+            tell_error(error, as_json=self._as_json)
             return
         except KeyboardInterrupt:
             say("\nstopped; this turn is not kept")
@@ -110,7 +106,7 @@ class Conversation:
                 print_text(stream)
             result = stream.result()
         if self._as_json:
-            click.echo(json.dumps(result_json(result), ensure_ascii=False))
+            print_json_line(result_json(result))
         else:
             say(f"[{describe_result(result)}]")
         return result.text

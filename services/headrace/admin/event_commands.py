@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headrace.admin.terminal import ExtraMissing, to_jsonable
+from headrace.admin.terminal import ExtraMissing, json_lines_option, to_jsonable
 
 if TYPE_CHECKING:
     from headrace.client.follow_kv_events import SeenEvent
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 @click.option("--replay-endpoint", default="", help="Its kv_events_replay_endpoint: begin with all that it holds.")
 @click.option("--topic", default="", help="Only batches whose topic begins so.")
 @click.option("--count", type=click.IntRange(min=1), default=None, help="End after so many events. Default: Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document a line, with every field of the event.")
+@json_lines_option
 def events(*, endpoint: str, replay_endpoint: str, topic: str, count: int | None, as_json: bool) -> None:
     """Follow a store node that sends KV events (setting kv_events_endpoint).
 
     A line is one event: when, how many blocks and tokens, the last block's hash and the hash it stands on. With a
-    replay endpoint, gaps are filled; without one they are shown as MISSED.
+    replay endpoint, gaps are filled; without one they are shown as MISSED. --json has every field of an event.
 
     \b
     Examples:

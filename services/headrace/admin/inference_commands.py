@@ -1,6 +1,5 @@
 """`headrace generate` and `headrace models`: one request from the command line."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -8,15 +7,15 @@ from typing import Any
 import click
 
 from headrace.admin.connection import address_option, connect
-from headrace.admin.selection import Duration, TokenIds
-from headrace.admin.terminal import human_ms, json_option, print_json, print_table, read_stdin, say
+from headrace.admin.prompt_options import STDIN, model_option, prompt_options, salt_option
+from headrace.admin.selection import Duration
+from headrace.admin.terminal import human_ms, json_option, print_json, print_table, say
 from headrace.client import (
     CacheOptions,
     CacheSource,
     Done,
     GenerateResult,
     GenerateStream,
-    Message,
     Prompt,
     Retention,
     Sampling,
@@ -112,13 +111,6 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
-def salt_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--cache-salt`, under the name that it has in the OpenAI API too; `--salt` for short."""
-    return click.option(
-        "--cache-salt", "--salt", "cache_salt", default="", help="Share blocks only with requests of the same salt."
-    )(command)
-
-
 def priority_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--priority`, which a tenant may bound (docs/load.md)."""
     return click.option(
@@ -130,11 +122,8 @@ def priority_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(short_help="Send one prompt and stream the answer.")
-@click.argument("text", required=False)
-@click.option("--token-ids", type=TokenIds(), default=None, help="The prompt as token ids: 1,2,3.")
-@click.option("--chat", "as_chat", is_flag=True, help="Send the text as a user's message, in the model's chat format.")
-@click.option("--system", default="", help="System message before it; implies --chat.")
-@click.option("--model", default="", help="Needed only when more than one is served.")
+@prompt_options(default=STDIN)
+@model_option
 @salt_option
 @priority_option
 @click.option("--timeout", "timeout_s", type=Duration(), default=None, help="Deadline: 30s, 2m. Default: the server's.")
@@ -142,17 +131,8 @@ def priority_option(command: Callable[..., Any]) -> Callable[..., Any]:
 @cache_options
 @address_option
 @json_option
-def generate(
-    *,
-    text: str | None,
-    token_ids: tuple[int, ...] | None,
-    as_chat: bool,
-    system: str,
-    address: str,
-    as_json: bool,
-    **request: Any,
-) -> None:
-    """Continue TEXT (or what comes on standard input) and stream the answer.
+def generate(*, prompt: Prompt, address: str, as_json: bool, **request: Any) -> None:
+    """Continue PROMPT, or what comes on standard input, and stream the answer. A last newline does not count.
 
     The answer goes to standard output; token counts, cached tokens by source, times and the request's id (for
     `headrace explain` and `headrace cache why-miss --request`) go to standard error.
@@ -163,7 +143,6 @@ def generate(
       headrace generate --system "Be brief." "What is a headrace?"
       headrace generate --ttl 10m --not-on-disk < confidential.txt
     """
-    prompt = _prompt(text, token_ids, as_chat=as_chat or bool(system), system=system)
     with connect(address) as client, client.stream(prompt, **request) as stream:
         if not as_json:
             print_text(stream)
@@ -172,20 +151,6 @@ def generate(
         print_json(result_json(result))
     else:
         say(f"[{describe_result(result)}; request {result.request_id}]")
-
-
-def _prompt(text: str | None, token_ids: tuple[int, ...] | None, *, as_chat: bool, system: str) -> Prompt:
-    if token_ids is not None:
-        if text is not None or as_chat:
-            raise click.UsageError("--token-ids is a whole prompt: leave TEXT, --chat and --system out")
-        return token_ids
-    if text is None or text == "-":
-        if sys.stdin.isatty():
-            say("type the prompt, and Ctrl-D at the end of it")
-        text = read_stdin(sys.stdin.read)
-    if not as_chat:
-        return text
-    return [*([Message("system", system)] if system else []), Message("user", text)]
 
 
 def print_text(stream: GenerateStream) -> str:

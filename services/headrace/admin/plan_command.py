@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
+from click.core import ParameterSource
 
 from headrace.admin.system_commands import load_function
-from headrace.admin.terminal import json_option, print_json, print_table
-from headrace.admin.trace_options import TraceOptions, report_progress, trace_options
-from headrace.core.errors import InvalidRequest
+from headrace.admin.terminal import json_option, print_json, print_table, say
+from headrace.admin.trace_options import TraceOptions, trace_options
 from headrace.core.step_costs import DecodeCost, PrefillCost
 from headrace.simulate.generate_trace import Workload, WorkloadShape, generate_trace
 from headrace.simulate.model_shape import Machine, ModelShape, estimate_costs, read_model
@@ -18,6 +18,7 @@ from headrace.simulate.read_trace import Trace
 
 # Of a sketch: coarse, since a simulation takes as long as it has blocks.
 SKETCH_BLOCK_TOKENS = 128
+SKETCH = ("prompt_tokens", "output_tokens", "reused", "prefixes")
 
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
@@ -27,9 +28,9 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
     "--model", "model_path", type=click.Path(exists=True, path_type=Path), help="A config.json or the folder with it."
 )
 @click.option("--layers", type=click.IntRange(min=1), help="Instead of --model, with the four that follow.")
-@click.option("--kv-heads", type=click.IntRange(min=1))
-@click.option("--head-dim", type=click.IntRange(min=1))
-@click.option("--query-heads", type=click.IntRange(min=1))
+@click.option("--kv-heads", type=click.IntRange(min=1), help="Of each layer.")
+@click.option("--head-dim", type=click.IntRange(min=1), help="Numbers of one head.")
+@click.option("--query-heads", type=click.IntRange(min=1), help="Of each layer.")
 @click.option("--parameters-b", type=POSITIVE, help="Billions of parameters.")
 @click.option("--kv-bytes", type=click.IntRange(1, 4), default=2, show_default=True, help="Of one number of KV.")
 @click.option("--device-memory-gb", type=POSITIVE, default=80.0, show_default=True, help="Of one worker's GPUs.")
@@ -48,7 +49,7 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--prefill-tokens-per-s", type=POSITIVE, help="Measured, of a short prompt; instead of the estimate.")
 @click.option("--decode-step-ms", type=POSITIVE, help="Measured, of a batch of one; instead of the estimate.")
 @trace_options
-@click.option("--requests-per-s", type=POSITIVE, help="A sketch instead of a trace, with the three that follow.")
+@click.option("--requests-per-s", type=POSITIVE, help="A sketch instead of a trace, with the four that follow.")
 @click.option("--prompt-tokens", type=click.IntRange(min=2), default=4_000, show_default=True, help="Mean.")
 @click.option("--output-tokens", type=click.IntRange(min=1), default=250, show_default=True, help="Mean.")
 @click.option(
@@ -93,7 +94,7 @@ def plan(*, asked: TraceOptions, as_json: bool, **given: Any) -> None:
     )
     targets = targets_class(given["ttft_s"], given["itl_ms"] / 1e3, given["worker_cost"], given["host_gib_cost"])
     found = plan_capacity(
-        model, machine, _trace(asked, given), targets, costs=_costs(model, machine, given), report=report_progress
+        model, machine, _trace(asked, given), targets, costs=_costs(model, machine, given), report=say
     )
     if as_json:
         print_json(asdict(found))
@@ -107,16 +108,21 @@ def _model(given: dict[str, Any]) -> ModelShape:
     names = ("layers", "kv_heads", "head_dim", "query_heads", "parameters_b")
     missing = [f"--{name.replace('_', '-')}" for name in names if given[name] is None]
     if missing:
-        raise InvalidRequest(f"name a --model, or give its fields; missing: {', '.join(missing)}", param="model")
+        raise click.UsageError(f"name a --model, or give its fields; missing: {', '.join(missing)}")
     layers, kv_heads, head_dim, query_heads, billions = (given[name] for name in names)
     return ModelShape(layers, kv_heads, head_dim, query_heads, billions * 1e9, kv_bytes=given["kv_bytes"])
 
 
 def _trace(asked: TraceOptions, given: dict[str, Any]) -> Trace:
     if given["requests_per_s"] is None:
+        context = click.get_current_context()
+        stray = [name for name in SKETCH if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if stray:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in stray)
+            raise click.UsageError(f"{names}: of a sketch, which begins with --requests-per-s")
         return asked.load()
     if asked.path is not None or asked.generate is not None:
-        raise InvalidRequest("a trace or --requests-per-s, not both", param="requests_per_s")
+        raise click.UsageError("--trace, --generate and --requests-per-s are each a workload; give one of them")
     shared = int(given["prompt_tokens"] * given["reused"])
     shape = WorkloadShape(
         requests_per_s=given["requests_per_s"],

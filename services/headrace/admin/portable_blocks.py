@@ -11,7 +11,7 @@ import click
 from headrace.admin.connection import address_option, connect
 from headrace.admin.export_file import ExportWriter, check_export, read_export
 from headrace.admin.output_file import OutputFile
-from headrace.admin.selection import selector_options
+from headrace.admin.selection import Words, selector_options
 from headrace.admin.terminal import (
     EXIT_INCOMPLETE,
     counted,
@@ -150,10 +150,10 @@ def _chain_to(wanted: BlockEntry, held: Mapping[tuple[str, bytes], BlockEntry]) 
 
 @click.command("import", short_help="Store the blocks of a file on a node.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--node", default="", help="Store node to write to. Default: the first live one.")
+@click.option("--node", type=Words(), help="Store node to write to. Default: the first live one.")
 @address_option
 @json_option
-def import_blocks(*, file: Path, node: str, address: str, as_json: bool) -> None:
+def import_blocks(*, file: Path, node: str | None, address: str, as_json: bool) -> None:
     """Store the blocks of FILE on one store node, from where every worker can read them.
 
     The file's checksum is compared before anything is sent, and the node checks each block again. A file of another

@@ -9,8 +9,8 @@ import click
 
 from headrace.admin.output_file import PLOT_ENDINGS, OutputFile
 from headrace.admin.system_commands import load_function
-from headrace.admin.terminal import json_option, print_json, print_table
-from headrace.admin.trace_options import TraceOptions, report_progress, trace_options
+from headrace.admin.terminal import json_option, print_json, print_table, say
+from headrace.admin.trace_options import TraceOptions, trace_options
 from headrace.core.errors import InvalidRequest
 from headrace.simulate.generate_trace import write_trace
 from headrace.simulate.read_trace import Trace
@@ -18,6 +18,7 @@ from headrace.simulate.replay_eviction import replay_eviction
 
 # What the public traces have.
 TICK_S_OF_FILES = 3.0
+LOADS_DEFAULT = (0.9,)
 
 
 @click.command(short_help="Replay requests through eviction policies or routers.")
@@ -25,12 +26,10 @@ TICK_S_OF_FILES = 3.0
 @click.option("--cluster", help="Compare routers on this cluster: a profile's name or a YAML file.")
 @click.option("--write", type=OutputFile(), help="Write the requests as JSON lines.")
 @trace_options
+@click.option("--policy", "policies", multiple=True, help="Routers, by name; repeat for several. Default: all.")
 @click.option(
-    "--policy", "policies", multiple=True, default=("all",), show_default=True, help="Routers: names, or all."
-)
-@click.option(
-    "--load", "loads", multiple=True, type=click.FloatRange(0, 10), default=(0.9,), show_default=True,
-    help="Cold prefill work over what the workers can do; 0: the trace's own times. Repeat for several.",
+    "--load", "loads", multiple=True, type=click.FloatRange(0, 10),
+    help="Cold prefill work over what the workers can do; 0: the trace's own times. Repeat for several. Default: 0.9.",
 )  # fmt: skip
 @click.option(
     "--tick-s", type=click.FloatRange(min=0),
@@ -50,7 +49,8 @@ def simulate(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Replay requests: what each eviction policy saves, or how each router does on a cluster.
+    """Replay requests: what each eviction policy saves (--eviction), or how each router does on a cluster (--cluster,
+    with --policy, --load, --tick-s and --plot). With --write they are only written down.
 
     \b
     Examples:
@@ -61,9 +61,11 @@ def simulate(
       headrace simulate --generate bursts --cluster h100-8b-mixed
     """
     if sum((eviction, bool(cluster), write is not None)) != 1:
-        raise InvalidRequest(
-            "say what to do: --eviction, --cluster with a profile or a file, or --write with a file", param="cluster"
-        )
+        raise click.UsageError("say what to do: --eviction, --cluster with a profile or a file, or --write with a file")
+    of_routers = {"--policy": policies, "--load": loads, "--tick-s": tick_s, "--plot": plot}
+    stray = [name for name, value in of_routers.items() if value not in ((), None)]
+    if stray and not cluster:
+        raise click.UsageError(f"{', '.join(stray)}: of --cluster alone")
     trace = asked.load()
     if write is not None:
         write_trace(trace, write)
@@ -78,7 +80,13 @@ def simulate(
                 "headrace.simulate.draw_comparison:draw_comparison", command="simulate --plot", extra="report"
             )
         rows = _compare_routing(
-            trace, str(cluster), policies=policies, loads=loads, seed=asked.seed, tick_s=tick_s, as_json=as_json
+            trace,
+            str(cluster),
+            policies=policies or ("all",),
+            loads=loads or LOADS_DEFAULT,
+            seed=asked.seed,
+            tick_s=tick_s,
+            as_json=as_json,
         )
         if draw is not None:
             draw(rows, plot, title=f"{cluster}: {asked.path.name if asked.path else asked.generate}")
@@ -97,7 +105,7 @@ def _tell_written(trace: Trace, path: Path, *, as_json: bool) -> None:
 
 
 def _compare_eviction(trace: Trace, *, as_json: bool) -> None:
-    rows = replay_eviction(trace, report=report_progress)
+    rows = replay_eviction(trace, report=say)
     if as_json:
         print_json({"rows": rows})
         return
@@ -145,7 +153,7 @@ def _compare_routing(
     for load in loads:
         requests = scale_to_load(trace, model, load=load, tick_s=tick_s, seed=seed)
         for name in chosen:
-            report_progress(f"load {load:g}: {name}")
+            say(f"load {load:g}: {name}")
             result = replay_routing(requests, model, routers[name], block_tokens=trace.block_tokens, load=load)
             rows.append(asdict(result))
     if as_json:

@@ -100,16 +100,17 @@ def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None
         return
     click.echo(f"HTTP (OpenAI-compatible): {state.http_url}/v1")
     click.echo(f"gRPC:                     {state.grpc_target}")
-    _print_next_steps(flags, state)
+    print_next_steps(config, state)
 
 
-def _print_next_steps(flags: dict[str, Any], state: Any) -> None:
+def print_next_steps(config: Config, state: Any) -> None:
     """Commands that reach this very system when they are pasted: with the path of this program where the shell would
-    not find it, and by address where another state directory than the usual one was named."""
+    not find it, and by address where a flag or a file named another state directory than commands look into."""
     program = "headrace" if shutil.which("headrace") else sys.argv[0]
-    state_dir = flags.get("state_dir")
-    address, ending = (f" --address {state.grpc_target}", f" --state-dir {state_dir}") if state_dir else ("", "")
-    for name in TLS_SETTINGS if state_dir else ():
+    state_dir = config.cluster.state_path
+    is_elsewhere = state_dir != load_config().cluster.state_path
+    address, ending = (f" --address {state.grpc_target}", f" --state-dir {state_dir}") if is_elsewhere else ("", "")
+    for name in TLS_SETTINGS if is_elsewhere else ():
         path = getattr(state, name)
         address += f" --{name.replace('_', '-')} {path}" if path else ""
     click.echo(f"  chat with it:         {program} chat{address}")
@@ -280,7 +281,7 @@ def demo(*, flags: dict[str, Any], config_file: str | None, connect: str, output
         click.echo(f"The same rows are in {file}.")
         if state is not None:
             click.echo(f"\nThe system is up: {state.http_url}/v1 (OpenAI-compatible), {state.grpc_target} (gRPC).")
-            _print_next_steps(flags, state)
+            print_next_steps(config, state)
     if not found.equal:
         raise SystemExit(EXIT_CHECK_FAILED)
 

@@ -1,23 +1,24 @@
 """What people and scripts see: tables, sizes with units, JSON, exit codes.
 
-Rules: results go to stdout, remarks and progress to stderr, so that output can be piped; no colour and no box drawing
-tricks when stdout is not a terminal (rich decides); `--json` prints one JSON document and nothing else on stdout.
+Rules: results go to stdout, remarks and progress to stderr, so that output can be piped; plain text where stdout is no
+terminal; `--json` prints one JSON document and nothing else on stdout.
 """
 
 import errno
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
+from textwrap import wrap
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
 
 from headrace.client import GatewayUnreachable
 from headrace.core.errors import (
@@ -33,6 +34,11 @@ from headrace.core.errors import (
 )
 
 JSON_KEY = "headrace.json"
+COLUMN_GAP = "   "
+FOLDED_CHARS_MIN = 24  # narrower than this, text is a ladder of single words
+# What users sent is shown too (`--text`): it must not steer the terminal of who looks at it.
+CONTROL_TO_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+CONTROL_TO_SHOWN |= dict.fromkeys(b"\t\n\r", " ")
 UNIX_MS_MAX = 253_402_300_799_000  # the last second of the year 9999, which is the last that datetime has
 
 # Narrower classes first; 2 is click's own (wrong usage).
@@ -103,20 +109,29 @@ class ErrorGroup(click.Group):
                 raise
             where = "" if error.filename is None else f"{error.filename}: "
             with suppress(OSError):  # stdout may be what is full
-                _tell(ctx, "OSError", f"{where}{error.strerror}")
+                _tell("OSError", f"{where}{error.strerror}", as_json=_is_json(ctx))
             _forget_unwritten_output()
             ctx.exit(EXIT_CHECK_FAILED)
         except HeadraceError as error:
             if ctx.parent is not None:
                 raise
-            _tell(ctx, public_name(error), str(error))
+            tell_error(error, as_json=_is_json(ctx))
             ctx.exit(exit_code_of(error))
 
 
-def _tell(ctx: click.Context, kind: str, message: str) -> None:
-    click.echo(f"error: {message}", err=True)
-    if ctx.meta.get(JSON_KEY):
-        print_json({"error": {"type": kind, "message": message}})
+def tell_error(error: HeadraceError, *, as_json: bool) -> None:
+    """Say an error, and for scripts print it as well."""
+    _tell(public_name(error), str(error), as_json=as_json)
+
+
+def _tell(kind: str, message: str, *, as_json: bool) -> None:
+    say(f"error: {message}")
+    if as_json:
+        print_json_line({"error": {"type": kind, "message": message}})
+
+
+def _is_json(ctx: click.Context) -> bool:
+    return bool(ctx.meta.get(JSON_KEY))
 
 
 def _forget_unwritten_output() -> None:
@@ -134,17 +149,30 @@ def public_name(error: HeadraceError) -> str:
 
 def json_option(command: Any) -> Any:
     """Add `--json`, which the command gets as `as_json`."""
+    return _json_option(command, "Print one JSON document.")
 
+
+def json_lines_option(command: Any) -> Any:
+    """Add `--json` to a command that has many things to print, one after the other."""
+    return _json_option(command, "Print JSON documents, one a line.")
+
+
+def _json_option(command: Any, text: str) -> Any:
     def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
         ctx.meta[JSON_KEY] = value
         return value
 
-    return click.option("--json", "as_json", is_flag=True, callback=remember, help="Print one JSON document.")(command)
+    return click.option("--json", "as_json", is_flag=True, callback=remember, help=text)(command)
 
 
 def print_json(value: Any) -> None:
     """Print a value as one JSON document; bytes become hex, dataclasses objects."""
     click.echo(json.dumps(to_jsonable(value), indent=2, ensure_ascii=False))
+
+
+def print_json_line(value: Any) -> None:
+    """The same on one line."""
+    click.echo(json.dumps(to_jsonable(value), ensure_ascii=False))
 
 
 def to_jsonable(value: Any) -> Any:
@@ -163,26 +191,36 @@ def to_jsonable(value: Any) -> Any:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
     """Print a table. Columns whose name ends in a space are aligned left, all others right, as numbers are."""
     if title:
-        # Not the table's own: that is folded to the width of the columns.
         click.secho(title, bold=True)
     for line in table_lines(columns, rows):
         click.echo(line)
 
 
-def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, as wide as the terminal, or as wide as they are where stdout is none."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in columns:
-        table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        # A pipe has no width of its own: rows must not be folded to the 80 columns that rich assumes.
-        console = Console(highlight=False, markup=False, width=10_000)
-    with console.capture() as printed:
-        console.print(table)
-    return [line.rstrip() for line in printed.get().splitlines()]
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[str]:
+    """The lines of a table, each column as wide as its widest cell.
+
+    width: of the terminal; by default that of stdout, and none where stdout is no terminal. Only the last column is
+    folded to fit it, and only where that is text: a hash in pieces cannot be copied, so a line that is longer still is
+    the terminal's to wrap, as it wraps other programs' tables.
+    """
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if width is None and is_terminal else width
+    cells = [[cell.translate(CONTROL_TO_SHOWN) for cell in row] for row in ([name.strip() for name in columns], *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    before = sum(widths[:-1]) + len(COLUMN_GAP) * (len(widths) - 1)
+    left = width - before if width is not None and columns[-1].endswith(" ") else 0
+    lines = []
+    for row in cells:
+        last = (wrap(row[-1], left) or [""]) if left >= FOLDED_CHARS_MIN else [row[-1]]
+        padded = [_pad(cell, size, name) for cell, size, name in zip(row[:-1], widths, columns, strict=False)]
+        lines.append(COLUMN_GAP.join([*padded, _pad(last[0], widths[-1], columns[-1])]).rstrip())
+        lines += [" " * before + more for more in last[1:]]
+    return [click.style(lines[0], bold=True) if is_terminal else lines[0], *lines[1:]]
+
+
+def _pad(cell: str, width: int, column: str) -> str:
+    blanks = " " * (width - cell_len(cell))
+    return cell + blanks if column.endswith(" ") else blanks + cell
 
 
 def human_bytes(count: float) -> str:

@@ -2,7 +2,6 @@
 and `headrace top`: the same of every host, with its load."""
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,8 @@ from headrace.admin.terminal import (
     exit_if_incomplete,
     human_bytes,
     human_seconds,
-    json_option,
+    json_lines_option,
+    print_json_line,
     say,
     table_lines,
     to_jsonable,
@@ -62,15 +62,17 @@ class Seen:
     hosts: list[HostRates] = field(default_factory=list)
 
 
+def looking_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add how often to look, and whether only once; the command gets `every_s` and `once`."""
+    once = click.option("--once", is_flag=True, help="Show the rates of one interval, and end.")
+    every = click.option(
+        "--every", "every_s", type=Duration(), default="2s", show_default=True, help="Time between looks: 2s, 1m."
+    )
+    return every(once(command))
+
+
 @click.command("top", short_help="Watch rates and the hottest prefixes, live.")
-@click.option(
-    "--every",
-    "every_s",
-    type=Duration(),
-    default="2s",
-    show_default=True,
-    help="Time between looks: 2s, 1m.",
-)
+@looking_options
 @click.option(
     "--prefixes",
     "prefixes_max",
@@ -80,9 +82,8 @@ class Seen:
     help="How many prefixes to show. 0: do not list any.",
 )
 @click.option("--text", "with_text", is_flag=True, help="Show what the prefixes say.")
-@click.option("--once", is_flag=True, help="Show the rates of one interval, and end.")
 @address_option
-@json_option
+@json_lines_option
 def top_cache(*, every_s: float, prefixes_max: int, with_text: bool, once: bool, address: str, as_json: bool) -> None:
     """Watch the cache live: what is looked up, hit, read, written and evicted, in each tier of each holder.
 
@@ -100,12 +101,9 @@ def top_cache(*, every_s: float, prefixes_max: int, with_text: bool, once: bool,
 
 
 @click.command("top", short_help="Watch hosts, their load and their caches, live.")
-@click.option(
-    "--every", "every_s", type=Duration(), default="2s", show_default=True, help="Time between looks: 2s, 1m."
-)
-@click.option("--once", is_flag=True, help="Show the rates of one interval, and end.")
+@looking_options
 @address_option
-@json_option
+@json_lines_option
 def top_system(*, every_s: float, once: bool, address: str, as_json: bool) -> None:
     """Watch the system live, host by host: what runs and waits, how full pools and arenas are, what is read.
 
@@ -133,7 +131,7 @@ def _show(
         try:
             for seen in _watch(look, every_s, prefixes_max, keep_on=not once):
                 if as_json:
-                    click.echo(json.dumps(to_jsonable(_as_json(seen)), ensure_ascii=False))
+                    print_json_line(_as_json(seen))
                 else:
                     paint(_lines(seen, with_text=with_text))
                 if once:
@@ -151,7 +149,8 @@ def _painter(*, plain: bool) -> Iterator[Callable[[Sequence[str]], None]]:
         yield lambda lines: click.echo("\n".join(lines) + "\n")
         return
     with Live(console=console, auto_refresh=False) as live:
-        yield lambda lines: live.update(Text.from_ansi("\n".join(lines)), refresh=True)
+        # Lines that are too long are cut here, not folded: what moves must stay in its place.
+        yield lambda lines: live.update(Text.from_ansi("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
 
 
 def _watch(look: Callable[[], Look], every_s: float, prefixes_max: int, *, keep_on: bool) -> Iterator[Seen]:

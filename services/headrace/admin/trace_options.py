@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from headrace.core.errors import InvalidRequest
+from headrace.admin.terminal import say
 from headrace.simulate.generate_trace import BLOCK_TOKENS_DEFAULT, Workload, generate_trace, parse_shape
 from headrace.simulate.read_trace import USERS_DEFAULT, Trace, read_trace, with_copies
 
@@ -53,13 +53,15 @@ class TraceOptions:
     users: int
 
     def load(self) -> Trace:
-        """Read or make up. Raises InvalidRequest unless exactly one of a file and a kind was named."""
+        """Read or make up. Raises UsageError unless exactly one of a file and a kind was named."""
         if (self.path is None) == (self.generate is None):
-            raise InvalidRequest("say which requests: --trace with a file, or --generate with a kind", param="trace")
+            raise click.UsageError("say which requests: --trace with a file, or --generate with a kind")
+        if self.path is not None and self.settings:
+            raise click.UsageError("--set is of what --generate makes up; a trace is as it is")
         if self.path is not None:
             trace = read_trace(
                 self.path,
-                report=report_progress,
+                report=say,
                 block_tokens=self.block_tokens,
                 merge_blocks=self.merge_blocks,
                 users=self.users,
@@ -88,8 +90,3 @@ def trace_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         with_asked = option(with_asked)
     return with_asked
-
-
-def report_progress(line: str) -> None:
-    """To stderr: stdout is for results."""
-    click.echo(line, err=True)

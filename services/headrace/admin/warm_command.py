@@ -9,6 +9,7 @@ import click
 
 from headrace.admin.connection import address_option, connect
 from headrace.admin.inference_commands import retention_options
+from headrace.admin.prompt_options import model_option, salt_option
 from headrace.admin.selection import read_text
 from headrace.admin.terminal import EXIT_INCOMPLETE, counted, json_option, print_json, say
 from headrace.client import CacheOptions, Message, Prompt, Retention, Sampling
@@ -17,8 +18,8 @@ from headrace.core.errors import InvalidRequest
 
 @click.command("warm", short_help="Compute prompts ahead of their users.")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--model", default="", help="Needed only when more than one is served.")
-@click.option("--cache-salt", default="", help="Warm for callers who send this cache_salt.")
+@model_option
+@salt_option
 @retention_options
 @address_option
 @json_option

@@ -1,8 +1,6 @@
 """The command line against a real gRPC server: results on stdout, JSON that parses, exit codes by error class."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -43,6 +41,32 @@ def test_generate_prints_the_answer_on_stdout_and_the_numbers_on_stderr(run):
 
 def test_generate_reads_the_prompt_from_standard_input(run):
     assert run("generate", input="from a pipe").stdout == "from a pipe\n"
+
+
+@pytest.mark.parametrize("how", ["standard input", "a file", "a file by name of standard input"])
+def test_the_newline_that_an_editor_puts_at_the_end_is_no_part_of_a_prompt(run, small_gateway, tmp_path, how):
+    """Fails when a prompt from a file is another than the one that was pinned from the same file."""
+    (tmp_path / "prompt.txt").write_text("two\nlines\n")
+    given = {"standard input": [], "a file": ["--file", str(tmp_path / "prompt.txt")]}.get(how, ["--file", "-"])
+    run("generate", *given, input="two\nlines\n")
+    run("cache", "why-miss", *(given or ["-"]), input="two\nlines\n")
+    assert [small_gateway.requests[0].text, small_gateway.questions[0].text] == ["two\nlines"] * 2
+
+
+@pytest.mark.parametrize("command", [["generate"], ["cache", "why-miss"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "given", [["text", "--token-ids", "1"], ["text", "--file", "-"], ["--token-ids", "1", "--chat"]], ids=" ".join
+)
+def test_two_prompts_at_once_are_refused(run, small_gateway, command, given):
+    """Fails when one of them is dropped without a word."""
+    assert run(*command, *given, input="x").exit_code == 2
+    assert small_gateway.requests == small_gateway.questions == []
+
+
+def test_an_empty_prompt_is_sent_as_such_and_waits_for_no_input(run, small_gateway):
+    """Fails when `generate "$UNSET"` reads a terminal."""
+    run("generate", "", input="other")
+    assert [request.text for request in small_gateway.requests] == [""]
 
 
 def test_generate_json_is_one_document_with_cached_tokens_by_source_and_their_sum(run):
@@ -169,7 +193,7 @@ def test_the_address_of_the_local_system_is_found_in_its_state_file(run, small_g
 def test_every_selector_of_an_eviction_reaches_the_gateway_as_it_was_given(run, small_gateway):
     """Fails when an option is lost: the eviction would mean more than was asked."""
     options = ["--node", "n1", "--worker", "worker:w", "--tier", "host", "--older-than", "2h", "--free", "1.5GiB"]
-    done = run("cache", "evict", *options, "--tokens-per-second", "50", "--json")
+    done = run("cache", "evict", *options, "--prefill-tokens-per-s", "50", "--json")
     assert done.exit_code == 0
     sent = small_gateway.evictions[-1]
     assert (list(sent.selector.holders), sent.selector.tier) == (["node:n1", "worker:w"], "host")
@@ -179,48 +203,9 @@ def test_every_selector_of_an_eviction_reaches_the_gateway_as_it_was_given(run, 
     assert (found["lost_tokens"], found["recompute_s"], found["tokens_per_s_from"]) == (100, 2.0, "configured")
     assert (
         "2.0 s of recompute (50 tokens/s, configured)"
-        in run("cache", "evict", *options, "--tokens-per-second", "50").stderr
+        in run("cache", "evict", *options, "--prefill-tokens-per-s", "50").stderr
     )
     assert run("cache", "evict", "--free", "many").exit_code == 2
-
-
-# Each with what it takes besides.
-COMMANDS_WITH_JSON = {
-    "models": "",
-    "generate": "hello",
-    "status": "",
-    "top": "--once --every 0.2",
-    "cache top": "--once --every 0.2",
-    "cache ls": "",
-    "cache ls --blocks": "",
-    "cache stat": "",
-    "cache show": "aaaabbbb",
-    "cache why-miss": "aaaabbbb",
-    "cache pin": "--prefix aaaabbbb",
-    "cache unpin": "--prefix aaaabbbb",
-    "cache ttl": "--prefix aaaabbbb --in 5m",
-    "cache evict": "--all",
-    "cache warm": "-",
-    "nodes ls": "",
-    "nodes drain": "here",
-    "tenants ls": "",
-    "tenants quota": "acme --none",
-    "tenants new-key": "",
-    "config show": "",
-}
-
-
-def test_the_keys_that_json_prints_are_those_of_the_documents_table(run, small_gateway):
-    """Fails when a script that goes by the page finds another key, or none."""
-    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`.*) \| (`[^|]*`) \|$", page.partition("| keys |")[2], re.MULTILINE)
-    words = re.compile("`(.*?)`")
-    documented = {name: set(words.findall(keys)) for names, keys in rows for name in words.findall(names)}
-    fill(small_gateway, "aaaabbbb.")
-    small_gateway.drain_steps = [{"done": True, "state": "drained"}]
-    for name, rest in COMMANDS_WITH_JSON.items():
-        done = run(*name.split(), *rest.split(), "--json", input="aaaacccc.\n")
-        assert set(json.loads(done.stdout)) == documented[name], name
 
 
 def test_chat_keeps_its_history_and_shows_what_was_cached(run, small_gateway):
@@ -253,9 +238,13 @@ def test_a_failed_turn_is_told_and_not_kept(run, small_gateway):
     assert done.exit_code == 0
 
 
-def test_chat_json_prints_one_line_a_turn(run):
+def test_chat_json_prints_one_line_a_turn(run, small_gateway):
+    """Fails when who reads lines cannot tell which answer is whose, since one failed."""
     done = run("chat", "--json", input="one\ntwo\n")
     assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["you said one", "you said two"]
+    small_gateway.failure = Overloaded("full", retry_after_ms=100)
+    (line,) = run("chat", "--json", input="three\n").stdout.splitlines()
+    assert json.loads(line)["error"]["type"] == "Overloaded"
 
 
 def test_cache_ls_shows_prompts_that_part_as_a_tree(run, small_gateway):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 
 import pytest
@@ -69,7 +68,7 @@ def test_nothing_looked_up_is_no_hit_rate_of_zero():
 
 def test_once_shows_the_rates_of_one_interval_and_ends(run, small_gateway):
     """Fails when --once shows totals, or needs a terminal."""
-    threading.Timer(0.25, lambda: setattr(small_gateway, "looked_up_tokens", 600)).start()
+    small_gateway.looked_up_between = 400
     found = json.loads(run("cache", "top", "--once", "--every", "0.5", "--json").stdout)
     node = next(holder for holder in found["holders"] if holder["holder"] == "node:here")
     assert found["interval_s"] >= 0.5

@@ -271,5 +271,5 @@ def test_the_command_prints_the_same_plan_as_its_json(tmp_path):
 
 def test_a_model_that_is_not_given_whole_is_refused_with_what_is_missing():
     refused = CliRunner().invoke(main, ["plan", "--layers", "32", "--requests-per-s", "1"], catch_exceptions=False)
-    assert refused.exit_code == 3
+    assert refused.exit_code == 2
     assert "--kv-heads, --head-dim, --query-heads, --parameters-b" in refused.stderr
