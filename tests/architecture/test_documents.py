@@ -10,10 +10,15 @@ import pytest
 from headrace.admin.cli import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "helm" / "headrace" / "README.md",
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(headrace [a-z][^`]*)`")
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def name_of(path: Path) -> str:
@@ -27,10 +32,42 @@ def commands_in(text: str) -> list[list[str]]:
     return [line[1:] if "|" not in line else line[1 : line.index("|")] for line in words]
 
 
+def links_of(path: Path) -> list[tuple[Path, str]]:
+    """The file and the heading, or "", that each link of a page leads to."""
+    found = LINK.findall(path.read_text(encoding="utf-8"))
+    return [((path.parent / target).resolve() if target else path, heading) for target, heading in found]
+
+
+def headings_of(path: Path) -> set[str]:
+    """What links call the headings of a page: in small letters, blanks as hyphens, without other signs."""
+    text = FENCED.sub("", path.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_every_link_leads_to_a_file(path: Path):
-    for target in LINK.findall(path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), target
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there(path: Path):
+    for target, heading in links_of(path):
+        assert target.exists(), target
+        assert not heading or heading in headings_of(target), f"{name_of(target)}#{heading}"
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    """Fails when a page is written that nobody is sent to."""
+    reached, waiting = set[Path](), [ROOT / "README.md"]
+    while waiting:
+        path = waiting.pop()
+        if path not in reached and path.suffix == ".md":
+            reached.add(path)
+            waiting += [target for target, _ in links_of(path)]
+    assert set(DOCUMENTS) <= reached
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_page_says_what_it_is_about_before_it_begins(path: Path):
+    """Fails when a page starts with a table, a command or a section: who reads it is to know what it is for."""
+    title, _, begins = path.read_text(encoding="utf-8").partition("\n\n")
+    assert re.fullmatch(r"# [^\n]+", title)
+    assert begins[0].isalpha() or begins.startswith(("`", "**"))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
