@@ -83,8 +83,9 @@ def make_row(combination, rate, value):
 
 
 def test_each_combination_is_what_its_name_says(model_path):
-    """Fails when a system is not started with its settings, or requests of a row use the cache as another row's do."""
-    started = []
+    """Fails when a system is not started with its settings, requests of a row use the cache as another row's do, or
+    the workload is not the one that was asked for."""
+    started, said = [], []
 
     @contextmanager
     def start(settings):
@@ -94,14 +95,15 @@ def test_each_combination_is_what_its_name_says(model_path):
 
     report = sweep_optimisations(
         start,
-        workload=Workload(output_tokens_max=3, shape=("gap_s=0.2",)),
+        workload=Workload(output_tokens_max=3, shape=("gap_s=0.2",), context_tokens_max=600),
         rates=(20.0, 40.0),
         bounds=LoadBounds(requests_max=24, duration_s=None, timeout_s=60),
         slo=Slo(ttft_ms=60_000, itl_ms=60_000),
-        report=lambda line: None,
+        report=said.append,
         combinations=COMBINATIONS[:3],
     )
 
+    assert sum("fits 600 tokens" in line for line in said) == 2 * 3
     assert started == [dict(combination.settings) for combination in COMBINATIONS[:3]]
     found = json.loads(json.dumps(report.as_json()))
     rows = {(row["combination"], row["rate"]): row for row in found["rows"]}
