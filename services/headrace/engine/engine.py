@@ -28,7 +28,7 @@ from headrace.engine.prefix_backup import PrefixBackup
 from headrace.engine.run import Run, RunRules
 from headrace.engine.schedule_step import StepLimits
 from headrace.engine.speculation import Speculation
-from headrace.engine.step_loop import StepLoop, stopped
+from headrace.engine.step_loop import Scheduling, StepLoop, stopped
 from headrace.engine.step_times import EngineLoad, StepTimes
 from headrace.engine.turns import Turns
 
@@ -74,19 +74,17 @@ class Engine:
             queue_s=lambda: self._times.read().queue_s,
             window=self.window,
         )
+        limits = StepLimits(
+            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            batch_sequences_max=settings.batch_sequences_max,
+            block_tokens=self._block_tokens,
+            window=self.window,
+            near_window=self.near_window,
+        )
         self.steps = StepLoop(
             model,
             self.pool,
-            StepLimits(
-                prefill_chunk_tokens=settings.prefill_chunk_tokens,
-                batch_sequences_max=settings.batch_sequences_max,
-                block_tokens=self._block_tokens,
-                window=self.window,
-                near_window=self.near_window,
-            ),
-            turns=self._turns,
-            times=self._times,
-            speculation=self._speculation,
+            Scheduling(limits, self._turns, self._times, self._speculation),
             clock=clock,
             on_blocks_free=self._queue.grant,
             on_ended=lambda: self._queue.fail(stopped()),

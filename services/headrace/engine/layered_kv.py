@@ -75,6 +75,11 @@ class LayeredKV:
         table += [block_id // num_wide - 1 for block_id in block_ids[len(table) :]]
         return [nowhere if near < 0 else near for near in table]
 
+    def is_finite(self, block_ids: Sequence[int]) -> bool:
+        """As PagedKV.is_finite, of the parts that each has."""
+        wide, near = self.parts.split(block_ids)
+        return self.wide.is_finite(wide) and self.near.is_finite(near)
+
     def bytes_in_order(self, block_ids: Sequence[int], num_tokens: int) -> bytes:
         """As PagedKV.bytes_in_order, part after part; the blocks have both."""
         wide, near = self.parts.split(block_ids)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import xxhash
 
-from headrace.blocks.kv_codecs import STEP_NUMBERS, TORCH_DTYPES, decode_rows, encode_rows
+from headrace.blocks.kv_codecs import STEP_NUMBERS, TORCH_DTYPES, amax_of, decode_rows, encode_rows, is_finite
 from headrace.core.block import KvCodec, KvLayout
 from headrace.engine.copy_streams import CopyStreams, finish_stream
 
@@ -122,6 +122,13 @@ class PagedKV:
         assert self._is_raw
         assert 0 <= block_id < self.num_blocks
         return self.pool[:, :, :, block_id]
+
+    def is_finite(self, block_ids: Sequence[int]) -> bool:
+        """Whether every number of these blocks is finite; of a quantised pool its scales say it."""
+        if not block_ids:
+            return True
+        numbers = self._parts[0].index_select(3, torch.tensor(block_ids, device=self.device))
+        return is_finite(amax_of(numbers, -1) if self._is_raw else numbers)
 
     def bytes_in_order(self, block_ids: Sequence[int], num_tokens: int) -> bytes:
         """What the pool keeps of a sequence, token by token whatever the block size:

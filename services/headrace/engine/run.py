@@ -332,6 +332,12 @@ class Run:
             yield self._filled(position)
             self._num_reported = position + 1
 
+    def hashed_blocks(self, since: int = 0) -> Iterator[FilledBlock]:
+        """Full blocks of the table that have a hash, but for those that were full when [0, since) was computed."""
+        block_tokens = self._hashed.block_tokens
+        end = min(self.num_computed // block_tokens, len(self._hashed.chain))
+        return map(self._filled, range(max(since // block_tokens, self.admission.first_block), end))
+
     def _filled(self, position: int) -> FilledBlock:
         return FilledBlock(
             position=position,

@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from headrace.core.block import HashedPrompt
 from headrace.core.clock import Clock
@@ -31,8 +32,19 @@ from headrace.engine.sample_token import Logits
 from headrace.engine.schedule_step import PlannedRows, Preempt, Resume, StepLimits, StepPlan, schedule_step
 from headrace.engine.settle_turns import count_served, settle_turns
 from headrace.engine.speculation import Speculation
+from headrace.engine.spoilt_blocks import check_computed, forget_spoilt
 from headrace.engine.step_times import StepTimes
 from headrace.engine.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """By what an engine's steps are planned."""
+
+    limits: StepLimits
+    turns: Turns  # whose prompts are computed first
+    times: StepTimes  # what steps take
+    speculation: Speculation | None = None  # None: nothing is drafted
 
 
 class StepLoop:
@@ -42,11 +54,8 @@ class StepLoop:
         self,
         model: LoadedModel,
         pool: BlockPool,
-        limits: StepLimits,
+        scheduling: Scheduling,
         *,
-        turns: Turns,
-        times: StepTimes,
-        speculation: Speculation | None = None,
         clock: Clock,
         on_blocks_free: Callable[[], None],
         on_ended: Callable[[], None],
@@ -59,17 +68,17 @@ class StepLoop:
         self.to_wake: list[EventStream] = []  # streams with news since their consumers were last woken
         self._model = model
         self._pool = pool
-        self._limits = limits
+        self._limits = limits = scheduling.limits
         self._windows = TableWindows(limits.window, limits.near_window, pool.parts)
-        self._turns = turns
-        self._times = times
-        self._speculation = speculation
+        self._turns = scheduling.turns
+        self._times = scheduling.times
+        self._speculation = scheduling.speculation
         self._clock = clock
         self._on_blocks_free = on_blocks_free
         self._on_ended = on_ended
         self.preemption = Preemption(
             pool,
-            times,
+            self._times,
             clock,
             call_on_loop=self.call_on_loop,
             look_again=self.look_again,
@@ -253,6 +262,7 @@ class StepLoop:
                 self._take_result(run, rows, own)
             except Exception as error:  # as above, but only this sequence is lost
                 self._faults.tell("the engine could not take a step's result", error)
+                forget_spoilt(run, self._model.kv, self._pool)
                 self._fail(run, f"its engine could not take a step's result: {type(error).__name__}: {error}")
 
     def _plan(self) -> StepPlan:
@@ -351,7 +361,7 @@ class StepLoop:
         """
         known, check = rows.stop - rows.num_drafts, run.check_draft(rows.num_drafts)
         for place in range(rows.num_drafts + 1):
-            self._share_blocks(run, run.computed(known + place))
+            self._share_blocks(run, self._computed(run, known + place))
             self._add_token(run, logits[place] if rows.num_logits else None)
             if check.accepted == place or run.key not in self._runs:
                 break
@@ -359,6 +369,14 @@ class StepLoop:
         self._pass_window(run)
         if check.token_ids and self._speculation is not None:
             self._speculation.settle(run, check)
+
+    def _computed(self, run: Run, stop: int) -> HashedPrompt | None:
+        """As Run.computed. Raises KvInvalid before anybody gets to know of blocks of such numbers."""
+        since = run.num_computed
+        hashed = run.computed(stop)
+        if hashed is not None:
+            check_computed(run, self._model.kv, since=since)
+        return hashed
 
     def _add_token(self, run: Run, logits: Logits | None) -> None:
         """Choose and send the next token, if one is due, and end the run if it was the last thing wanted."""

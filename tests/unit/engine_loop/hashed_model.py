@@ -78,6 +78,9 @@ class HashedKV:
         self.num_blocks = num_blocks
         self.words = np.zeros((num_blocks, BLOCK_TOKENS), dtype=np.uint64)
 
+    def is_finite(self, block_ids: Sequence[int]) -> bool:
+        return True
+
     def write_block(self, block_id: int, payload: memoryview) -> int:
         self.words[block_id] = np.frombuffer(payload, dtype=np.uint64)
         return payload_digest(bytes(payload))

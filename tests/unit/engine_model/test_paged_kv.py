@@ -8,6 +8,7 @@ import torch
 
 from headrace.blocks.kv_codecs import BlockCoder
 from headrace.core.block import KvLayout, payload_digest
+from headrace.engine.layered_kv import LayeredKV
 from headrace.engine.paged_kv import PagedKV
 
 
@@ -99,6 +100,34 @@ def test_writing_a_block_leaves_the_others_alone():
     kv.write_block(2, memoryview(make_payload(kv, 1)))
     others = [block for block in range(kv.num_blocks) if block != 2]
     assert not kv.pool[:, :, :, others].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("codec", ["raw", "int8_token", "fp8_token"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_none_is_seen_in_its_block_and_in_no_other(dtype, codec, number):
+    """Fails if a part of a block is not looked at, or the largest finite number passes for none."""
+    kv = make_kv(dtype, codec=codec)
+    largest = torch.finfo(kv.dtype).max
+    rows = torch.full((4, 48, 16), largest, dtype=kv.dtype)  # [K's and V's heads, slots, head_dim]
+    for layer in range(3):
+        kv.write_rows(layer, torch.arange(48), rows)
+    assert kv.is_finite(range(6))
+    rows[3, 4 * 8 + 7, 15] = number
+    kv.write_rows(2, torch.arange(48), rows)
+    assert [kv.is_finite([block_id]) for block_id in range(6)] == [True, True, True, True, False, True]
+    assert not kv.is_finite([0, 4, 1])
+    assert kv.is_finite([])
+
+
+def test_of_a_block_of_two_parts_those_that_are_there_are_looked_at():
+    """Fails if near parts are left out, or a block whose near part has been passed needs one."""
+    kv = LayeredKV(KvLayout("float32", 2, 1, 8, 16, near_layers=1), 6, windows={0: None, 1: 20})
+    kv.near.block(3).fill_(torch.nan)
+    assert kv.is_finite([2, kv.parts.join(2, 4), 5])
+    assert not kv.is_finite([kv.parts.join(2, 3)])
+    kv.wide.block(5).fill_(torch.nan)
+    assert not kv.is_finite([2, 5])
 
 
 def test_blocks_copied_by_many_threads_at_once_stay_apart():
