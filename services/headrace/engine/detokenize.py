@@ -12,9 +12,13 @@ from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders give for bytes that are no character (yet)
 
-
 # Tokens before the stream that its first token's text is read after: more than one, since special ones have no text.
 _CONTEXT_TOKENS = 8
+
+# A character has at most four bytes, so of many tokens that end none only the last few can still become one. With more
+# than so many, what is certain is given out: each token decodes the window, which must not grow with the stream.
+_HELD_TOKENS_MAX = 64
+_LAST_TOKENS = 8  # of those may still become a character; and so many before them are what they are read after
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +79,27 @@ class TextStream:
         self._window.append(token_id)
         new = self._window_text()
         if new.endswith(_REPLACEMENT):
-            return TextDelta("")
+            if len(self._window) - self._num_given <= _HELD_TOKENS_MAX:
+                return TextDelta("")
+            return self._give(self._shorten_window(new), is_last=False)
         del self._window[: self._num_given]
         self._num_given = len(self._window)
         return self._give(new, is_last=False)
+
+    def _shorten_window(self, new: str) -> str:
+        """Of the window's `new` text, what no later token can change; it counts as given out from here on.
+
+        That is what the tokens before the last few stand for, if it is a beginning of `new` and not all of it. The
+        window's first tokens stay, too: some decoders show each byte of a run by itself as soon as one is wrong.
+        """
+        window, num_given = self._window, self._num_given
+        certain = self._decode(window[:-_LAST_TOKENS])[len(self._decode(window[:num_given])) :]
+        self._window = window[: 2 * _LAST_TOKENS] + window[-2 * _LAST_TOKENS :]
+        self._num_given = 3 * _LAST_TOKENS
+        if certain != new and certain + self._window_text() == new:
+            return certain
+        self._window, self._num_given = window, num_given
+        return ""
 
     def _window_text(self) -> str:
         """The window's text beyond what was given out."""

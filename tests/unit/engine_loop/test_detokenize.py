@@ -110,6 +110,52 @@ def test_whatever_bytes_a_model_makes_the_deltas_are_the_full_decoding(token_ids
     assert "".join(stream_out(token_ids)) == TOKENIZER.decode(token_ids, skip_special_tokens=True)
 
 
+def make_byte_fallback_tokenizer() -> Tokenizer:
+    """One token per byte and one word; a run of bytes that is not valid as a whole is shown byte by byte."""
+    tokenizer = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)} | {"word": 256}, []))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+BYTE_TO_TOKEN = {
+    byte: token for character in "€😀é߿" for byte, token in zip(character.encode(), tokens_of(character), strict=True)
+}
+
+
+@example(run=[0xE2, 0x82] * 100)
+@example(run=[0x80] * 100 + [0xE2, 0x82, 0xAC] * 40)
+@example(run=[0xF0, 0x9F] * 36 + [0x98, 0x80])
+@example(run=[0xC3] * 200)
+@given(run=st.lists(st.sampled_from(sorted(BYTE_TO_TOKEN)), min_size=100, max_size=300))
+def test_bytes_without_end_that_are_no_characters_are_the_full_decoding(run: list[int]) -> None:
+    """Fails if what is given out before the run ends is another text later, or is given twice."""
+    fallback = make_byte_fallback_tokenizer()
+    for token_ids, tokenizer in (([BYTE_TO_TOKEN[byte] for byte in run], TOKENIZER), ([0x80, *run, 256], fallback)):
+        full = tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert "".join(stream_out(token_ids, tokenizer=tokenizer)) == full
+
+
+class CountingTokenizer:
+    """A tokenizer that counts what it is asked to decode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+def test_a_token_costs_no_more_the_longer_a_run_of_broken_bytes_is() -> None:
+    """Fails if all of a run is decoded again for each of its tokens: the step thread would stand still for it."""
+    for tokenizer, token_id in ((TOKENIZER, BYTE_TO_TOKEN[0x80]), (make_byte_fallback_tokenizer(), 0x80)):
+        counting = CountingTokenizer(tokenizer)
+        texts = stream_out([token_id] * 4_000, tokenizer=counting)  # type: ignore[arg-type]
+        assert "".join(texts) == "\ufffd" * 4_000
+        assert counting.num_decoded < 4_000 * 200
+
+
 @given(text=st.text(alphabet="ab€é ", max_size=20), stop=st.text(alphabet="ab ", min_size=2, max_size=4))
 def test_nothing_given_out_is_ever_taken_back_by_a_stop(text: str, stop: str) -> None:
     """After each token, what was given out so far is a beginning of what is given out in the end."""
