@@ -3,7 +3,6 @@
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -495,17 +494,9 @@ async def test_cancelling_the_consumers_task_frees_its_blocks_and_leaves_others_
 
 async def test_closing_a_run_that_waits_for_the_batch_frees_its_blocks(make_engine: MakeEngine) -> None:
     """It gets no steps, so nothing but the closing itself can end it."""
-
-    class SlowRunner(GatedRunner):
-        """So slow that no answer ends here."""
-
-        def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-            time.sleep(0.1)
-            return super().run_step(steps)
-
-    engine = make_engine(batch=1, wrap=SlowRunner)
+    engine = make_engine(batch=1, wrap=HeldRunner)
     first = asyncio.create_task(generate(engine, make_tokens(9, seed=1), sampling=make_params(480)))
-    await until(lambda: engine.load().running == 1)
+    await until(lambda: gate_of(engine).is_waiting)
     admission = await admit(engine, make_tokens(30, seed=2))
     run = engine.run(admission, cached_tokens=0, sampling=make_params(5))
     waiting = asyncio.create_task(anext(run))
@@ -513,6 +504,7 @@ async def test_closing_a_run_that_waits_for_the_batch_frees_its_blocks(make_engi
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    gate_of(engine).let_go(1)  # blocks change hands between steps
     await until(lambda: engine.load().waiting == 0)
     assert not first.done()
     assert admission.block_ids == []
