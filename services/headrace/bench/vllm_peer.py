@@ -25,6 +25,9 @@ LOAD_TIMEOUT_S = 600.0
 # The longest prompt took 7 s where this was measured; a busy machine takes several times that.
 TRIAL_TIMEOUT_S = 300.0
 
+# To end by itself: it stops its engine and takes away what the two shared. Both are idle then, so seconds are plenty.
+END_TIMEOUT_S = 20.0
+
 # That one trial makes of one sequence, and some to spare.
 VLLM_NEW_TOKENS_MAX = 32
 
@@ -108,7 +111,7 @@ class VllmPeer:
 
         def kill_late() -> None:
             is_late.set()
-            _signal_group(self._process, signal.SIGKILL)
+            _kill(self._process)
 
         alarm = threading.Timer(timeout_s, kill_late)
         alarm.start()
@@ -124,8 +127,7 @@ class VllmPeer:
         return answer
 
     def _failed(self) -> InvalidRequest:
-        _signal_group(self._process, signal.SIGKILL)
-        self._process.wait()
+        _kill(self._process)
         self._errors.seek(0)
         last = (self._errors.read().strip().splitlines() or ["it said nothing"])[-1]
         return InvalidRequest(f"vLLM failed in {self._python}: {last}", param="peer_python")
@@ -133,12 +135,19 @@ class VllmPeer:
 
 @contextmanager
 def running_vllm(
-    python: str, model: Path, *, dtype: str, threads: int, tokens_max: int, batch_max: int
+    python: str,
+    model: Path,
+    *,
+    dtype: str,
+    threads: int,
+    tokens_max: int,
+    batch_max: int,
+    end_timeout_s: float = END_TIMEOUT_S,
 ) -> Iterator[VllmPeer]:
     """Load the model in another interpreter, with vLLM; leaving ends that process and its children.
 
-    tokens_max: of one sequence, its new tokens included. Raises InvalidRequest when that interpreter cannot be started,
-    has no vllm, or fails: it says with which words.
+    tokens_max: of one sequence, its new tokens included. end_timeout_s: when it has not ended by then, it is killed.
+    Raises InvalidRequest when that interpreter cannot be started, has no vllm, or fails: it says with which words.
     """
     asked = {"path": str(model), "dtype": dtype, "tokens_max": tokens_max, "batch_max": batch_max}
     # How our threads wait is no matter of vLLM's, which runs as it would alone: as the user has it.
@@ -166,8 +175,40 @@ def running_vllm(
         try:
             yield VllmPeer(process, python, errors)
         finally:
-            _signal_group(process, signal.SIGKILL)
-            process.communicate()
+            _end(process, end_timeout_s)
+
+
+def _end(process: subprocess.Popen[str], timeout_s: float) -> None:
+    """Let it end by itself, which it does when nothing more can be asked, and kill what is left."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    _signal_group(process, signal.SIGCONT)
+    with suppress(OSError):  # what it did not read any more
+        process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    _kill(process)
+    process.stdout.close()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End the whole group at once, with whoever would take away its shared memory: that is done here."""
+    shared = _shared_memory(process.pid)
+    _signal_group(process, signal.SIGKILL)
+    process.wait()
+    for path in shared:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """Files that the group's processes have mapped, of those that Python names for shared memory."""
+    found: set[Path] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if os.getpgid(int(maps.parent.name)) == group:
+                paths = (line.split(maxsplit=5)[5:] for line in maps.read_text(encoding="utf-8").splitlines())
+                found |= {Path(path) for (path,) in filter(None, paths) if path.startswith("/dev/shm/psm_")}
+    return found
 
 
 def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -3,12 +3,15 @@
 import json
 import os
 import stat
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
 from headrace.bench.measure_engine import Extent, measure_engine
+from headrace.bench.vllm_peer import running_vllm
 from headrace.config import load_config
 from headrace.core.errors import InvalidRequest
 from tests.unit.engine_model.tiny_models import make_model
@@ -78,3 +81,34 @@ def test_a_peer_is_asked_for_the_same_work_and_one_that_fails_says_with_which_wo
     peer.write_text("#!/bin/sh\necho '\"1.2\"'\nread asked\necho out of memory >&2\n", encoding="utf-8")
     with pytest.raises(InvalidRequest, match="out of memory"):
         measure_engine(config, report=lambda _: None, extent=tiny, peer_python=str(peer))
+
+
+# It shares memory, answers with its name, and notes when it ends by itself; or does not, as vLLM that hangs.
+SHARING_PEER = """
+import json, sys, time
+from multiprocessing.shared_memory import SharedMemory
+shared = SharedMemory(create=True, size=4_096)
+print(json.dumps(shared.name), flush=True)
+sys.stdin.read()
+if sys.argv[1] == "hangs":
+    time.sleep(600)
+shared.close()
+shared.unlink()
+open(sys.argv[2], "w").close()
+"""
+
+
+@pytest.mark.parametrize(("end", "end_timeout_s"), [("ends", 120.0), ("hangs", 0.0)])
+def test_a_peer_may_end_by_itself_and_leaves_no_shared_memory_either_way(tmp_path, end, end_timeout_s):
+    """Fails when it is killed at once, or what it shared with its children stays in /dev/shm."""
+    ended, peer, script = tmp_path / "ended", tmp_path / "python", tmp_path / "peer.py"
+    script.write_text(SHARING_PEER, encoding="utf-8")
+    peer.write_text(f"#!/bin/sh\nexec {sys.executable} {script} {end} {ended}\n", encoding="utf-8")
+    peer.chmod(peer.stat().st_mode | stat.S_IXUSR)
+    with running_vllm(
+        str(peer), tmp_path, dtype="float32", threads=1, tokens_max=1, batch_max=1, end_timeout_s=end_timeout_s
+    ) as running:
+        shared = Path("/dev/shm") / running.version
+        assert shared.exists()
+    assert ended.exists() == (end == "ends")
+    assert not shared.exists()
