@@ -1,7 +1,9 @@
 """What drafts bring on this machine: tokens a second with and without, on text that quotes and on text that does not.
 
-Owns the prompts and the order of runs. Two engines over the same weights, one with a drafter, answer the same prompts
-in turn; each has the prompts' KV already, so that decoding is what is timed. Answers are compared token by token.
+Owns the prompts and the order of runs. Engines with a drafter and without, over the same weights and pool, answer the
+same prompts in turn; each has the prompts' KV already, so that decoding is what is timed. There is one at a time: with
+the step threads of two, torch's threads of both would sleep between any two operators (`load_model.py`), as no user's
+do. Answers are compared token by token.
 """
 
 import asyncio
@@ -15,16 +17,15 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import headrace
-from headrace.config import Config
+from headrace.config import Config, EngineSettings
 from headrace.core.block import HashAlgorithm, HashedPrompt, hash_prompt
 from headrace.core.clock import Clock, Deadline, SystemClock
 from headrace.core.errors import InvalidRequest
 from headrace.core.generation import SamplingParams
-from headrace.engine.drafter import NGRAM, OFF
+from headrace.engine.drafter import NGRAM, OFF, Drafter
 from headrace.engine.engine import Engine
 from headrace.engine.load_drafter import load_drafter
 from headrace.engine.load_model import LoadedModel, load_model
-from headrace.engine.make_pool import with_pool
 from headrace.verify.run_requests import answer_prompt
 
 Report = Callable[[str], None]
@@ -117,8 +118,8 @@ def measure_speculation(
 ) -> SpeculationReport:
     """Measure the configured model with its drafter (`ngram` where speculation is off). Blocks; minutes on CPU.
 
-    tokens: of each answer. rounds: each workload is run so often in both engines, in turn, after one that is not
-    counted. Raises ModelRefused, ConfigInvalid, InvalidRequest (no room in the model's context).
+    tokens: of each answer. rounds: each workload is timed so often with drafts and without, in turn.
+    Raises ModelRefused, ConfigInvalid, InvalidRequest (no room in the model's context).
     """
     speculation = NGRAM if config.engine.speculation == OFF else config.engine.speculation
     needed = max(batches) * (PASSAGE_TOKENS + BEGUN_TOKENS + tokens + 2 * config.engine.block_tokens)
@@ -134,83 +135,93 @@ def measure_speculation(
         raise InvalidRequest(f"a context of {model.context_tokens_max} has no room for {tokens} tokens", param="tokens")
     clock = SystemClock()
     drafter = load_drafter(model, config.model, engine, clock=clock, report=report)
-    plain = Engine(model, replace(engine, speculation=OFF), clock=clock)
-    drafted = Engine(with_pool(model, num_blocks=model.kv.num_blocks), engine, clock=clock, drafter=drafter)
-    rows = asyncio.run(
-        _measure(
-            _Side(plain, clock), _Side(drafted, clock), tokens=tokens, batches=batches, rounds=rounds, report=report
-        )
-    )
+    plain, drafted = _Side(model, replace(engine, speculation=OFF), clock), _Side(model, engine, clock, drafter)
+    rows = [
+        asyncio.run(_measure_row(what, batch, plain, drafted, tokens=tokens, rounds=rounds, report=report))
+        for what in ("copy", "free", "sampled")
+        for batch in batches
+    ]
     return SpeculationReport(model.name, speculation, engine.draft_tokens, tokens, rounds, tuple(rows))
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One workload's answers, all computed together, and what they took."""
+
+    answers: list[list[int]]
+    seconds: float
+    num_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
+
+
 class _Side:
-    """One of the two engines, and what it took so far."""
+    """One of the two ways to decode."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
-        self.engine = engine
+    def __init__(
+        self, model: LoadedModel, settings: EngineSettings, clock: Clock, drafter: Drafter | None = None
+    ) -> None:
+        self.model = model
+        self._settings = settings
         self._clock = clock
+        self._drafter = drafter
 
-    async def answer(self, prompts: Sequence[HashedPrompt], sampling: SamplingParams) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of all answers; all are computed together."""
-        started_s = time.perf_counter()
-        answers = await asyncio.gather(*(self._one(prompt, sampling) for prompt in prompts))
-        return time.perf_counter() - started_s, answers
+    async def take_turn(self, prompts: Sequence[HashedPrompt], sampling: SamplingParams) -> _Turn:
+        """In an engine of its own, and there for the second time: then it has the prompts' KV, and knows what steps
+        cost and how often drafts are right."""
+        engine = Engine(self.model, self._settings, clock=self._clock, drafter=self._drafter)
+        engine.start()
+        try:
+            await self._answer_all(engine, prompts, sampling)
+            before, steps_before, started_s = engine.speculation(), engine.steps.num_steps, time.perf_counter()
+            answers = await self._answer_all(engine, prompts, sampling)
+            seconds, after = time.perf_counter() - started_s, engine.speculation()
+            return _Turn(
+                answers,
+                seconds,
+                num_steps=engine.steps.num_steps - steps_before,
+                drafted_tokens=after.drafted_tokens - before.drafted_tokens,
+                accepted_tokens=after.accepted_tokens - before.accepted_tokens,
+            )
+        finally:
+            await engine.stop()
 
-    async def _one(self, prompt: HashedPrompt, sampling: SamplingParams) -> list[int]:
+    async def _answer_all(
+        self, engine: Engine, prompts: Sequence[HashedPrompt], sampling: SamplingParams
+    ) -> list[list[int]]:
         deadline = Deadline.after(RUN_TIMEOUT_S, self._clock)
-        answer = await answer_prompt(self.engine, prompt, sampling=sampling, reuse=True, deadline=deadline)
-        return list(answer.token_ids)
-
-
-async def _measure(
-    plain: _Side, drafted: _Side, *, tokens: int, batches: Sequence[int], rounds: int, report: Report
-) -> list[SpeculationRow]:
-    for side in (plain, drafted):
-        side.engine.start()
-    try:
-        return [
-            await _measure_row(what, batch, plain, drafted, tokens=tokens, rounds=rounds, report=report)
-            for what in ("copy", "free", "sampled")
-            for batch in batches
+        answers = [
+            answer_prompt(engine, prompt, sampling=sampling, reuse=True, deadline=deadline) for prompt in prompts
         ]
-    finally:
-        for side in (plain, drafted):
-            await side.engine.stop()
+        return [list(answer.token_ids) for answer in await asyncio.gather(*answers)]
 
 
 async def _measure_row(
     what: str, batch: int, plain: _Side, drafted: _Side, *, tokens: int, rounds: int, report: Report
 ) -> SpeculationRow:
     report(f"{what}, batch {batch}: {rounds} rounds of {tokens} tokens")
-    prompts = _prompts(what, batch, plain.engine.model)
+    prompts = _prompts(what, batch, plain.model)
     sampling = SamplingParams(
         max_tokens=tokens, temperature=0.8 if what == "sampled" else 0.0, seed=batch, ignore_eos=True
     )
-    for side in (plain, drafted):  # once for the prompts' KV, and so that costs and acceptance are known
-        await side.answer(prompts, sampling)
-    rates: dict[_Side, list[float]] = {plain: [], drafted: []}
-    before = drafted.engine.speculation()
-    steps = {side: side.engine.steps.num_steps for side in rates}
-    equal = True
+    turns: dict[_Side, list[_Turn]] = {plain: [], drafted: []}
     for number in range(rounds):
-        answers = []
         for side in (plain, drafted) if number % 2 == 0 else (drafted, plain):
-            seconds, tokens_of_all = await side.answer(prompts, sampling)
-            rates[side].append(sum(map(len, tokens_of_all)) / seconds)
-            answers.append(tokens_of_all)
-        equal = equal and answers[0] == answers[1]
-    after = drafted.engine.speculation()
+            turns[side].append(await side.take_turn(prompts, sampling))
     return SpeculationRow(
         what=what,
         batch=batch,
-        plain_tokens_per_s=median(rates[plain]),
-        drafted_tokens_per_s=median(rates[drafted]),
-        drafted_tokens=after.drafted_tokens - before.drafted_tokens,
-        accepted_tokens=after.accepted_tokens - before.accepted_tokens,
-        plain_steps=plain.engine.steps.num_steps - steps[plain],
-        drafted_steps=drafted.engine.steps.num_steps - steps[drafted],
-        equal=equal,
+        plain_tokens_per_s=median(turn.tokens_per_s for turn in turns[plain]),
+        drafted_tokens_per_s=median(turn.tokens_per_s for turn in turns[drafted]),
+        drafted_tokens=sum(turn.drafted_tokens for turn in turns[drafted]),
+        accepted_tokens=sum(turn.accepted_tokens for turn in turns[drafted]),
+        plain_steps=sum(turn.num_steps for turn in turns[plain]),
+        drafted_steps=sum(turn.num_steps for turn in turns[drafted]),
+        equal=all(with_drafts.answers == without.answers for without, with_drafts in zip(*turns.values(), strict=True)),
     )
 
 

@@ -5,13 +5,14 @@ The engine is made over a loaded model's pool, so nothing else may use the model
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.config import EngineSettings
 from headrace.core.block import HashedPrompt, hash_prompt
-from headrace.core.clock import Deadline, SystemClock
+from headrace.core.clock import Clock, Deadline, SystemClock
 from headrace.core.generation import SamplingParams, TokenDelta
 from headrace.engine.drafter import Drafter
 from headrace.engine.engine import Engine, FilledBlock, RunFinished
@@ -19,6 +20,8 @@ from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel
 
 RUN_TIMEOUT_S = 600.0
+MEETING_POLL_S = 0.001
+SYSTEM_CLOCK = SystemClock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,17 @@ async def run_requests(
     reuse: bool,
     one_by_one: bool = False,
     drafter: Drafter | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+    when_met: Callable[[], None] = lambda: None,
 ) -> Ran:
-    """Run prompts on a fresh engine, together or each after the one before. reuse: of blocks in the engine's pool."""
-    clock = SystemClock()
+    """Run prompts on a fresh engine, together or each after the one before. reuse: of blocks in the engine's pool.
+
+    clock: by which the engine measures its steps. when_met: called when all that run together are in the engine, for a
+    runner whose steps wait until then.
+    """
     engine = Engine(model, settings, clock=clock, drafter=drafter)
     engine.start()
-    deadline = Deadline.after(RUN_TIMEOUT_S, clock)
+    deadline = Deadline.after(RUN_TIMEOUT_S, SYSTEM_CLOCK)
     held_bytes_max, started_s = 0, time.perf_counter()
 
     def on_event() -> None:
@@ -80,7 +88,7 @@ async def run_requests(
             )
             for prompt in prompts
         ]
-        answers = [await run for run in runs] if one_by_one else await asyncio.gather(*runs)
+        answers = [await run for run in runs] if one_by_one else await _meet(engine, runs, when_met)
         seconds = time.perf_counter() - started_s
     finally:
         await engine.stop()
@@ -95,6 +103,17 @@ async def run_requests(
         num_drafted_tokens=drafts.drafted_tokens,
         num_accepted_tokens=drafts.accepted_tokens,
     )
+
+
+async def _meet(
+    engine: Engine, runs: Sequence[Coroutine[Any, Any, Answer]], when_met: Callable[[], None]
+) -> list[Answer]:
+    """Run all together."""
+    answers = asyncio.gather(*runs)
+    while not answers.done() and (load := engine.load()).running + load.waiting < len(runs):  # noqa: ASYNC110
+        await asyncio.sleep(MEETING_POLL_S)
+    when_met()
+    return await answers
 
 
 def held_bytes(engine: Engine) -> int:

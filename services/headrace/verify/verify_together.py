@@ -4,10 +4,12 @@ Alone: one at a time on an idle engine with room, nothing reused, no drafts. Tog
 beginnings among them, on a pool that is too small for all, in small chunks and with drafts of tokens. Both must give
 the same tokens and the same log-probabilities, bit for bit. The drafts come from the answers given alone, right for
 some tokens and then wrong, so that both are tried. Each of the five (batches, chunks, preemption, sharing, drafts) is
-counted: what did not happen was not tried.
+counted: what did not happen was not tried. What happens does not depend on how busy the machine is: the first step
+waits until all prompts are there, and drafts are as long as they pay by assumed costs, since the engine's clock stands.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -69,18 +71,34 @@ def verify_together(
     drafter = _AnswersKnown({tuple(p): a.token_ids for p, a in zip(prompts, alone.answers, strict=True)})
     watched = _WatchedRunner(tight.runner)
     tight = replace(tight, runner=cast(ModelRunner, watched))
-    together = asyncio.run(run_requests(tight, crowded, prompts, sampling=sampling, reuse=True, drafter=drafter))
+    together = asyncio.run(
+        run_requests(
+            tight,
+            crowded,
+            prompts,
+            sampling=sampling,
+            reuse=True,
+            drafter=drafter,
+            clock=_StandingClock(),
+            when_met=watched.let_go,
+        )
+    )
     return _compare(alone, together, watched)
 
 
 class _WatchedRunner:
-    """Has ModelRunner's `run_step`; counts what its steps are made of."""
+    """Has ModelRunner's `run_step`, which waits until `let_go`; counts what its steps are made of."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_batched_steps = 0
         self.num_cut_pieces = 0
         self._computed: set[tuple[int, int]] = set()  # (position, token id)
+        self._may_go = threading.Event()
+
+    def let_go(self) -> None:
+        """Steps may go from now on."""
+        self._may_go.set()
 
     @property
     def row_multiple(self) -> int:
@@ -89,6 +107,7 @@ class _WatchedRunner:
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """As ModelRunner.run_step."""
+        self._may_go.wait()
         self.num_batched_steps += len(steps) > 1
         for step in steps:
             tokens = set(enumerate(step.token_ids, step.start))
@@ -96,6 +115,16 @@ class _WatchedRunner:
             self.num_cut_pieces += step.num_logits == 0 and not tokens <= self._computed
             self._computed |= tokens
         return self._runner.run_step(steps)
+
+
+class _StandingClock:
+    """No time passes: nobody's turn comes by waiting, and steps cost what is assumed before any was measured."""
+
+    def now_s(self) -> float:
+        return 1.0
+
+    def unix_ms(self) -> int:
+        return 1_000
 
 
 class _AnswersKnown:

@@ -49,7 +49,8 @@ def test_both_engines_answer_alike_and_fewer_steps_bring_as_many_tokens(model_di
         assert row.equal
         assert row.plain_steps >= 40
         assert 0 <= row.accepted_tokens <= row.drafted_tokens
-        assert row.plain_steps - row.drafted_steps <= row.accepted_tokens
+        if row.batch == 1:  # several come one after another, and may share more steps or fewer
+            assert row.plain_steps - row.drafted_steps <= row.accepted_tokens
         assert row.speedup > 0
     greedy = [row for row in found.rows if row.what != "sampled"]
     assert any(row.accepted_tokens for row in greedy), "a tiny model repeats itself"

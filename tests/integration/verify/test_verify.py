@@ -133,6 +133,7 @@ def test_pieces_of_what_is_computed_again_do_not_count_as_a_cut_prompt():
         return SequenceStep(tuple(range(start, stop)), start, (), num_logits)
 
     watched = _WatchedRunner(NoRunner())
+    watched.let_go()
     for step in (piece(0, 100, num_logits=1), piece(0, 48), piece(48, 90), piece(90, 101, num_logits=1)):
         watched.run_step([step])
     assert watched.num_cut_pieces == 0
