@@ -127,9 +127,9 @@ INDEX_RETRY_MS = 100
 INDEX_RETRY_MS_MAX = 2_000
 
 # How often a store node looks for index entries of dead holders, and how many of them a step removes. While steps find
-# some they follow each other, with a rest this many times as long as a step: one node is at work a fifth of the time
-# and looks at 4,096 keys in about a quarter of a second, a million in one minute; that takes Redis 6 us a key, a tenth
-# of its time. Many nodes together slow Redis down, and thereby themselves.
+# some they follow each other, with a rest this many times as long as a step. An entry takes the node 40 us and Redis 25
+# (measured on two busy cores): a step is a quarter of a second, a million entries are gone in six minutes, and one node
+# takes 8 % of Redis's time meanwhile. Many nodes together slow Redis down, and thereby themselves.
 INDEX_SWEEP_MS = 30_000
 INDEX_SWEEP_ENTRIES = 4_096
 INDEX_SWEEP_REST = 4

@@ -51,7 +51,8 @@ def stat_disk(disk: DiskBlocks, *, holder: HolderId, incarnation: int) -> Holder
     assert disk.tier is not None
     waiting = disk.waiting_blocks
     block_bytes = disk.largest_bytes
-    free = max(0, disk.tier.bytes_max - disk.tier.used_bytes) // block_bytes if block_bytes else 0
+    room_bytes = max(0, disk.tier.bytes_max - disk.tier.used_bytes)
+    free = min(room_bytes // block_bytes, max(0, disk.blocks_max - len(disk))) if block_bytes else 0
     return HolderStat(
         holder=holder,
         tier=Tier.DISK,
