@@ -47,9 +47,10 @@ from headrace.engine.load_model import load_model
 from headrace.index.embedded_valkey import EmbeddedValkey
 from headrace.index.memory_index import MemoryMembership
 from headrace.index.redis_membership import RedisMembership
-from headrace.transfer.coded_pool import stored_pool
+from headrace.transfer.hold_prefix import hold_prefix
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.worker import Worker
+from headrace.transfer.worker_member import WorkerPlace
 from headrace.verify.store_process import StoreProcess
 
 CLOCK = SystemClock()
@@ -167,11 +168,11 @@ class Bench:
     @property
     def round_trip_s(self) -> float:
         """What the way to the node is given for its first block now."""
-        return self.worker._timed_nodes.times.round_trip_s([(self._node_id, CacheSource.GRPC)])
+        return self.worker.timed_nodes.times.round_trip_s([(self._node_id, CacheSource.GRPC)])
 
     def be_patient(self, patience_s: float) -> None:
         """From here on nothing is given less."""
-        self.worker._timed_nodes.times.patience_s = patience_s
+        self.worker.timed_nodes.times.patience_s = patience_s
 
     @asynccontextmanager
     async def loading(self, token_ids: Sequence[int]) -> AsyncIterator[None]:
@@ -179,7 +180,8 @@ class Bench:
 
         async def load() -> None:
             while True:
-                async with self.worker.hold_prefix(
+                async with hold_prefix(
+                    self.worker,
                     self._request(token_ids, WARM),
                     num_blocks=len(token_ids) // BLOCK_TOKENS + 1,
                     reusable_blocks=(len(token_ids) - 1) // BLOCK_TOKENS,
@@ -254,11 +256,8 @@ async def running(model_name: str) -> AsyncIterator[Bench]:
         )
         table = StoreNodeTable(host="elsewhere", membership=membership, clock=CLOCK, report_fault=lambda fault: None)
         worker = Worker(
-            worker_id=WorkerId("far"),
-            role=WorkerRole.BOTH,
-            host="elsewhere",
-            engine=Engine(model, engine_settings, clock=CLOCK),
-            pool=stored_pool(model.kv, model.namespace.layout),
+            WorkerPlace(WorkerId("far"), WorkerRole.BOTH, host="elsewhere"),
+            Engine(model, engine_settings, clock=CLOCK),
             nodes=table,
             node_table=table,
             membership=membership,

@@ -174,10 +174,10 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     from headrace.telemetry.metrics import Metrics
     from headrace.telemetry.traced_ports import TracedStoreNodes
     from headrace.transfer.check_network import check_network
-    from headrace.transfer.coded_pool import stored_pool
     from headrace.transfer.store_nodes import StoreNodeTable
     from headrace.transfer.tls_files import tls_of_parts
     from headrace.transfer.worker import Worker as TransferWorker
+    from headrace.transfer.worker_member import WorkerPlace
 
     check_network(config)
     clock, metrics, parts = SystemClock(), Metrics(), AsyncExitStack()
@@ -197,19 +197,14 @@ def join_worker(model: Any, config: Config, *, role: WorkerRole, worker_id: Work
     )
     nodes = MeteredStoreNodes(table, metrics=metrics)
     worker = TransferWorker(
-        worker_id=worker_id,
-        role=role,
-        host=host,
-        engine=engine,
-        pool=stored_pool(model.kv, model.namespace.layout),
+        WorkerPlace(worker_id, role, host, metrics_port=metrics_port, ray_cluster=ray_cluster),
+        engine,
         nodes=nodes if tracing is None else TracedStoreNodes(nodes, tracing=tracing),
         node_table=table,
         membership=membership,
         clock=clock,
         report_fault=metrics.count_fault,
-        metrics_port=metrics_port,
         load_patience_ms=config.engine.load_patience_ms,
-        ray_cluster=ray_cluster,
     )
     WorkerCollector(worker.record, metrics=metrics)
     EngineCollector(lambda: _counts_of(engine), role=role, metrics=metrics)

@@ -240,6 +240,9 @@ class SimulatedNodes:
     async def stop(self) -> None:
         pass
 
+    async def sink_moved(self, node_id: str) -> None:
+        await asyncio.Event().wait()
+
     def local(self) -> BlockSource | None:
         return self._mapped.get(self._host)
 

@@ -24,6 +24,7 @@ from headrace.core.generation import (
 from headrace.core.members import WorkerRole
 from headrace.index.memory_index import MemoryMembership
 from headrace.transfer.worker import Worker
+from headrace.transfer.worker_member import WorkerPlace
 
 NO_FAULTS = FaultRates()
 EVERYTHING = CacheControl()
@@ -57,11 +58,8 @@ class World:
         nodes = SimulatedNodes(host, self.nodes, self._rates)
         engine = SimulatedEngine(num_blocks=pool_blocks, clock=self.clock, rng=self.rng)
         worker = Worker(
-            worker_id=WorkerId(worker_id),
-            role=role,
-            host=host,
-            engine=engine,
-            pool=engine.kv,
+            WorkerPlace(WorkerId(worker_id), role, host),
+            engine,
             nodes=nodes,
             node_table=nodes,
             membership=self._membership,

@@ -257,7 +257,7 @@ async def test_a_cancelled_request_is_over_at_every_hop_within_a_second_whenever
         assert world.clock.now_s() - left_s < 1
         gateway.check_at_rest()
         for worker in world.workers.values():
-            assert worker._early_blocks.num_wide == 0
+            assert worker.early_blocks.num_wide == 0
 
 
 def test_two_workers_that_prefill_for_each_other_do_not_wait_for_each_other():

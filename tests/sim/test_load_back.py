@@ -13,6 +13,7 @@ from windowed_loads import GRPC, PROMPT, TOKENS, WINDOW
 from headrace.core.clock import Deadline
 from headrace.core.members import WorkerRole
 from headrace.core.step_costs import PrefillCost
+from headrace.transfer.hold_prefix import load_back
 from headrace.transfer.load_prefix import LoadPlan
 
 BLOCKS = len(PROMPT.chain)
@@ -46,7 +47,8 @@ def test_a_window_is_read_back_as_long_as_that_is_sooner_than_computing_what_it_
         taken = worker.engine.pool.take(BLOCKS)
         first = WINDOW.first_of_prefix(BLOCKS)
         plan = LoadPlan(first_block=first, end_block=BLOCKS, sources=frozenset({GRPC}), hint_nodes=("a",))
-        num_blocks = await worker.load_back(
+        num_blocks = await load_back(
+            worker,
             world.request(TOKENS),
             taken.block_ids,
             range(saved_from, BLOCKS),

@@ -24,9 +24,10 @@ from headrace.core.generation import (
     count_cached_tokens,
 )
 from headrace.engine.event_stream import EngineEvent, FilledBlock, RunFinished
+from headrace.transfer.hold_prefix import HeldPrefix, hold_prefix, take_reused
 from headrace.transfer.publish_blocks import Publication
 from headrace.transfer.stored_run import StoredRun
-from headrace.transfer.worker import HeldPrefix, Worker
+from headrace.transfer.worker import Worker
 
 
 async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[DecodeEvent, None]:
@@ -41,7 +42,8 @@ async def decode_tokens(call: DecodeCall, worker: Worker) -> AsyncGenerator[Deco
     prompt_tokens, block_tokens = len(request.prompt.token_ids), request.prompt.block_tokens
     assert prompt_tokens > 0
     with worker.attempt(call):
-        async with worker.hold_prefix(
+        async with hold_prefix(
+            worker,
             request,
             num_blocks=prompt_tokens // block_tokens + 1,  # the prompt and one token; the engine takes more as it grows
             reusable_blocks=(prompt_tokens - 1) // block_tokens,
@@ -116,7 +118,7 @@ class _BackgroundPublication:
         """Take over a computed block and its pool reference."""
         if self._publication is None:
             self._publication = Publication(self._request.cache.retention, node_id=self._held.home_node)
-            reused_blocks = [] if self._held.home_node else self._worker.take_reused(self._held, self._request)
+            reused_blocks = [] if self._held.home_node else take_reused(self._worker, self._held, self._request)
             self._backup.publishes(self._publication, first_block=(reused_blocks or [block])[0].position)
             for reused in reused_blocks:
                 self._worker.publisher.offer(self._publication, reused)

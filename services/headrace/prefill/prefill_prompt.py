@@ -10,9 +10,10 @@ from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline
 from headrace.core.generation import MeasuredWork, PrefillCall, PrefillResult
 from headrace.engine.event_stream import FilledBlock, RunFinished
+from headrace.transfer.hold_prefix import HeldPrefix, hold_prefix, take_reused
 from headrace.transfer.publish_blocks import Publication
 from headrace.transfer.stored_run import StoredRun
-from headrace.transfer.worker import HeldPrefix, Worker
+from headrace.transfer.worker import Worker
 
 
 async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
@@ -34,7 +35,8 @@ async def prefill_prompt(call: PrefillCall, worker: Worker) -> PrefillResult:
                 request = await worker.home_nodes.storable(call.request, deadline=deadline)
             async with (
                 deadline.scope("prefill"),
-                worker.hold_prefix(
+                hold_prefix(
+                    worker,
                     request,
                     num_blocks=num_blocks,
                     reusable_blocks=num_blocks,
@@ -65,7 +67,7 @@ async def _compute_and_publish(
         return num_reused, 0  # computing would be for nobody
     publication = Publication(request.cache.retention)
     num_readable = held.num_blocks if held.is_stored_here else 0
-    reused = worker.take_reused(held, request)
+    reused = take_reused(worker, held, request)
     await _offer_all(worker, publication, reused)
     first_offered = reused[0].position if reused else num_readable
     if first_offered + len(reused) < held.num_blocks:

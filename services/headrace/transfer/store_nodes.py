@@ -50,6 +50,7 @@ class StoreNodeTable:
         self._report_fault = report_fault
         self._channels = Channels(tls)
         self._node_id_to_node: dict[str, _Node] = {}
+        self._news = asyncio.Event()  # set, and replaced by a new one, at every refresh
         self._refresher: asyncio.Task[None] | None = None
         self._settler: asyncio.Task[None] | None = None
 
@@ -75,8 +76,8 @@ class StoreNodeTable:
 
     @property
     def following(self) -> bool:
-        """Whether the table is kept in step with the members."""
-        return self._refresher is not None and not self._refresher.done()
+        """Whether the table is kept in step with the members, and lost claims are ended."""
+        return all(task is not None and not task.done() for task in (self._refresher, self._settler))
 
     async def refresh(self) -> None:
         """Make the table what Membership says now; nodes that did not change keep their mappings and channels."""
@@ -95,6 +96,8 @@ class StoreNodeTable:
                 node = _Node(record, self._host, self._channels, self._clock)
             after[record.node_id] = node
         self._node_id_to_node = after
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         addresses = {record.address for record in records}
         for node_id, node in before.items():
             if after.get(node_id) is not node:
@@ -134,6 +137,11 @@ class StoreNodeTable:
         """Node id of what `sink()` gives now; "" when there is none."""
         node = self._sink_node()
         return "" if node is None else node.record.node_id
+
+    async def sink_moved(self, node_id: str) -> None:
+        """Return when `sink()` is another node than this one ("": none), as far as the members say."""
+        while self.sink_node_id() == node_id:
+            await self._news.wait()
 
     def _local_node(self) -> "_Node | None":
         return next((node for node in self._usable() if node.mapped is not None), None)

@@ -13,9 +13,10 @@ from headrace.core.generation import GenerateRequest
 from headrace.core.learned_costs import PRIOR_GRPC, PRIOR_SHARED_MEMORY
 from headrace.core.step_costs import LinkCost
 from headrace.engine.event_stream import FilledBlock
+from headrace.transfer.hold_prefix import HeldPrefix, load_back
 from headrace.transfer.load_prefix import LoadPlan
 from headrace.transfer.publish_blocks import Publication
-from headrace.transfer.worker import HeldPrefix, Worker
+from headrace.transfer.worker import Worker
 
 
 class StoredRun:
@@ -102,7 +103,7 @@ class StoredRun:
         )
         request = replace(self._request, prompt=prompt)
         saved = range(saved_from, blocks.stop)
-        return await self._worker.load_back(request, block_ids, saved, plan=plan, deadline=self._deadline)
+        return await load_back(self._worker, request, block_ids, saved, plan=plan, deadline=self._deadline)
 
 
 def _fastest_link(worker: Worker, hint_nodes: Collection[str], request: GenerateRequest) -> LinkCost | None:
@@ -111,7 +112,7 @@ def _fastest_link(worker: Worker, hint_nodes: Collection[str], request: Generate
     near = {local: (CacheSource.SHARED_MEMORY, PRIOR_SHARED_MEMORY)} if local else {}
     ways = dict.fromkeys(hint_nodes, (CacheSource.GRPC, PRIOR_GRPC)) | near
     links = {node: prior for node, (via, prior) in ways.items() if via in sources}
-    for link in worker.links():
+    for link in worker.timed_nodes.times.links():
         if link.node_id in links and link.via is ways[link.node_id][0]:
             links[link.node_id] = LinkCost(link.bytes_per_s, link.round_trip_s)
     return max(links.values(), key=lambda link: link.bytes_per_s, default=None)

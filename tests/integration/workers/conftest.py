@@ -39,9 +39,9 @@ from headrace.engine.load_model import LoadedModel, load_model
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.prefill.prefill_prompt import prefill_prompt
 from headrace.store.service import StoreNodeService
-from headrace.transfer.coded_pool import stored_pool
 from headrace.transfer.store_nodes import StoreNodeTable
 from headrace.transfer.worker import Worker
+from headrace.transfer.worker_member import WorkerPlace
 
 from .priced_steps import PricedSteps
 
@@ -244,11 +244,8 @@ async def make_worker(
         host = host_id(tmp_path) if near else "elsewhere"
         table = StoreNodeTable(host=host, membership=members or membership, clock=CLOCK, report_fault=faults.append)
         worker = Worker(
-            worker_id=WorkerId(worker_id),
-            role=role,
-            host=host,
-            engine=engine,
-            pool=stored_pool(model.kv, model.namespace.layout),
+            WorkerPlace(WorkerId(worker_id), role, host),
+            engine,
             nodes=table,
             node_table=table,
             membership=members or membership,

@@ -19,6 +19,7 @@ from headrace.engine.layered_pool import LayeredPool
 from headrace.engine.load_model import LoadedModel, load_model
 from headrace.index.memory_index import MemoryIndex
 from headrace.store.service import StoreNodeService
+from headrace.transfer.hold_prefix import hold_prefix, take_reused
 from headrace.transfer.stored_run import StoredRun
 
 from .conftest import CLOCK, EVERYTHING, meet
@@ -339,10 +340,10 @@ async def test_what_a_sequence_gives_up_behind_such_a_window_is_saved_in_the_nod
     store_node.node.evict(EvictSelector(block_hashes=(request.prompt.chain[blocks],)), dry_run=False)
     assert store_node.node.lookup(request.prompt.namespace, request.prompt.chain) == blocks
     how = {"hint_nodes": (), "deadline": Deadline.after(60, CLOCK)}
-    holding = moved.worker.hold_prefix(request, num_blocks=blocks + 4, reusable_blocks=blocks + 4, **how)
+    holding = hold_prefix(moved.worker, request, num_blocks=blocks + 4, reusable_blocks=blocks + 4, **how)
     async with holding as held:
         backup = StoredRun(moved.worker, held, request, node_id=held.home_node, **how)
-        backup.save(moved.worker.take_reused(held, request))
+        backup.save(take_reused(moved.worker, held, request))
         await moved.published()
     assert store_node.node.lookup(request.prompt.namespace, request.prompt.chain) == blocks + 4
     assert not moved.faults

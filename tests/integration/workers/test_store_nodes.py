@@ -6,11 +6,15 @@ from dataclasses import replace
 import pytest
 
 from headrace.blocks.host_arena import host_id
+from headrace.config import StoreSettings
 from headrace.core.block import CacheSource
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.errors import IndexUnavailable, StoreUnavailable
 from headrace.core.generation import CachedTokens
 from headrace.core.limits import NODE_QUARANTINE_MS
+from headrace.core.members import StoreNodeRecord
+from headrace.index.memory_index import MemoryIndex
+from headrace.store.service import StoreNodeService
 from headrace.transfer.store_nodes import StoreNodeTable
 
 B = 8
@@ -108,6 +112,17 @@ async def test_while_the_index_is_away_known_nodes_stay(store_node, membership, 
     assert [type(fault) for fault in faults] == [IndexUnavailable]
 
 
+@pytest.mark.parametrize("name", ["follow store nodes", "end lost claims"])
+async def test_a_worker_of_which_a_task_has_ended_is_not_healthy(name, make_worker):
+    """Fails when its table grows stale, or claims stay at store nodes, and nobody replaces it."""
+    worker = (await make_worker("w")).worker
+    assert worker.healthy()
+    (task,) = (each for each in asyncio.all_tasks() if each.get_name() == name)
+    task.cancel()
+    await asyncio.wait([task])
+    assert not worker.healthy()
+
+
 async def test_a_worker_without_a_node_of_its_own_publishes_over_grpc(store_node, make_worker, prompts):
     """Fails when blocks sent over gRPC are not stored, or differ from those written in place."""
     far, near = await make_worker("far", near=False), await make_worker("near")
@@ -117,6 +132,36 @@ async def test_a_worker_without_a_node_of_its_own_publishes_over_grpc(store_node
     reply = await near.decode(token_ids)
     assert reply.cached == CachedTokens(shared_memory=4 * B)
     assert reply.same_answer_as(computed)
+
+
+async def test_a_node_that_has_started_is_among_the_members_and_in_the_first_record_of_a_worker_beside_it(
+    make_worker, membership, tmp_path
+):
+    """Fails when a node says that it serves before others can find it: then nothing is handed over to a new worker for
+    seconds."""
+    settings = StoreSettings(node_id="node-1", arena_mb=8, arena_dir=str(tmp_path))
+    node = StoreNodeService(settings, index=MemoryIndex(membership), membership=membership, clock=CLOCK)
+    await node.start()
+    try:
+        assert [each.node_id for each in await membership.store_nodes()] == ["node-1"]
+        await make_worker("w")
+        (record,) = await membership.workers()
+        assert (record.store_node, record.store_node_near) == ("node-1", True)
+    finally:
+        await node.stop(remove_arena=True)
+
+
+async def test_a_worker_says_at_once_that_a_store_node_has_come_or_gone(make_worker, membership):
+    """Fails when others hear of it by the next record only, seconds later."""
+    worker = (await make_worker("w")).worker
+    node = StoreNodeRecord("node-1", 1, host="far", address="127.0.0.1:1", arena_path="/none", pid=1)
+    for act, told in ((membership.announce(node, ttl_ms=60_000), "node-1"), (membership.withdraw(node), "")):
+        await act
+        await worker._node_table.refresh()
+        for _ in range(20):  # steps of the loop: no time passes
+            await asyncio.sleep(0)
+        (record,) = await membership.workers()
+        assert record.store_node == told
 
 
 async def test_eight_prefills_of_one_cold_prompt_on_two_workers_store_it_once(store_node, make_worker, prompts):
