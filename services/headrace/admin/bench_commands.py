@@ -14,12 +14,12 @@ import click
 
 from headrace.admin.connection import access_of, address_option
 from headrace.admin.output_file import PLOT_ENDINGS, OutputFile
+from headrace.admin.prompt_options import model_option
 from headrace.admin.selection import Duration
 from headrace.admin.setting_flags import setting_options
 from headrace.admin.system_commands import load_function
 from headrace.admin.terminal import EXIT_INTERRUPTED, json_option, print_json, print_table, say
 from headrace.config import load_config
-from headrace.core.errors import InvalidRequest
 from headrace.simulate.generate_trace import Workload
 
 # How long requests come where nothing says how many.
@@ -102,7 +102,7 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Goodput counts answers whose first token comes within so many ms ...",
         ),
         click.option(
-            "--timeout", "timeout_s", type=Duration(), default=120.0, show_default="2m", help="Of each request."
+            "--timeout", "timeout_s", type=Duration(), default="2m", show_default=True, help="Of each request."
         ),
         click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and times."),
         click.option(
@@ -160,7 +160,7 @@ def made_up_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--context-tokens", type=click.IntRange(min=1),
     help="Scale prompts to fit so many with their outputs. Default: the context that the server says it has.",
 )  # fmt: skip
-@click.option("--model", default="", help="Needed only when more than one is served.")
+@model_option
 @click.option("--bypass", is_flag=True, help="Compute every prompt, whatever is cached, and leave nothing behind.")
 @address_option
 @json_option
@@ -201,9 +201,9 @@ def serve(
       headrace bench serve --url http://10.0.0.5:8000 --context-tokens 4096 --rate 2 --slo-ttft-ms 500
     """
     if trace is not None and prompts is not None:
-        raise InvalidRequest("--trace and --prompts are two workloads; give one", param="trace")
+        raise click.UsageError("--trace and --prompts are two workloads; give one")
     if (chat or stop_at_eos) and not url:
-        raise InvalidRequest("--chat and --stop-at-eos are of the HTTP API; they need --url", param="url")
+        raise click.UsageError("--chat and --stop-at-eos are of the HTTP API; they need --url")
     measure, workload, endpoint, cache_use = (
         load_function(f"headrace.bench.{path}", command="bench serve", extra="all")
         for path in (

@@ -1,5 +1,6 @@
 """`headrace config ...`: the settings as they would be used, and where each comes from."""
 
+import json
 from typing import Any
 
 import click
@@ -15,11 +16,12 @@ def config() -> None:
     """Settings: flags, then HEADRACE_* variables, then the file, then defaults."""
 
 
-@config.command("show")
+@config.command("show", short_help="Show every setting, its value and its source.")
 @setting_options(*ALL_PIECES)
 @json_option
 def show_config(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None:
-    """Show every setting with its value, its source and what it means. Passwords in URLs are shown as ***.
+    """Show every setting with its value, as a YAML file has it, its source and what it means. Passwords in URLs are
+    shown as ***.
 
     \b
     Examples:
@@ -41,5 +43,5 @@ def show_config(*, flags: dict[str, Any], config_file: str | None, as_json: bool
     if as_json:
         print_json({"settings": rows})
         return
-    shown = [[row["name"], repr(row["value"]), row["source"], row["help"]] for row in rows]
+    shown = [[row["name"], json.dumps(row["value"], ensure_ascii=False), row["source"], row["help"]] for row in rows]
     print_table(["setting ", "value ", "source ", "meaning "], shown)

@@ -5,6 +5,7 @@ proxy it means: `--application` or HEADRACE_APPLICATION; and the files of TLS, u
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ import click
 from headrace.client import Access, HeadraceClient
 from headrace.config import load_config
 
+HOST_AND_PORT = re.compile(r".+:\d{1,5}")
 ADDRESS_VARIABLE = "HEADRACE_ADDRESS"
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
 APPLICATION_VARIABLE = "HEADRACE_APPLICATION"
@@ -23,6 +25,21 @@ TLS_SETTINGS = {
     "tls_cert_file": "Certificate (PEM) to show to a gateway that asks for one.",
     "tls_key_file": "Private key (PEM) of that certificate.",
 }
+
+
+class GatewayAddress(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    """`HOST:PORT` of a gateway's gRPC API."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Take it, or fail where no connection could come of it, which gRPC would tell as a gateway that is down."""
+        address = str(value)
+        if not HOST_AND_PORT.fullmatch(address) or address.startswith(("http://", "https://")):
+            self.fail(
+                f"{address!r} is not HOST:PORT, as 127.0.0.1:9000 (of the gRPC API, not the HTTP one)", param, ctx
+            )
+        return address
 
 
 def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +74,7 @@ def address_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--address",
         envvar=ADDRESS_VARIABLE,
+        type=GatewayAddress(),
         callback=_resolve_address,
         metavar="HOST:PORT",
         help="gRPC address of the gateway. Default: the local system's, else the grpc_port setting on 127.0.0.1.",

@@ -21,7 +21,7 @@ from headrace.client import (
     Sampling,
     TokenDelta,
 )
-from headrace.core.limits import PRIORITY_MAX
+from headrace.core.limits import OUTPUT_TOKENS_DEFAULT, PRIORITY_MAX
 from headrace.core.retention import checked_ttl
 
 
@@ -41,7 +41,12 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--top-p", type=float, default=None, help="Draw from the smallest set with this probability."),
         click.option("--top-k", type=int, default=None, help="Draw from the k most probable tokens."),
         click.option("--temperature", type=float, default=None, help="0 (the default) is greedy."),
-        click.option("--max-tokens", type=int, default=None, help="Tokens to generate at most."),
+        click.option(
+            "--max-tokens",
+            type=int,
+            default=None,
+            help=f"Tokens to generate at most. Default: {OUTPUT_TOKENS_DEFAULT:,}.",
+        ),
     ):
         decorated = option(decorated)
     return decorated

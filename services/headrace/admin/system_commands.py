@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from headrace.admin.connection import API_KEY_VARIABLE, APPLICATION_VARIABLE, TLS_SETTINGS, ready_state
+from headrace.admin.connection import API_KEY_VARIABLE, APPLICATION_VARIABLE, TLS_SETTINGS, GatewayAddress, ready_state
 from headrace.admin.output_file import PLOT_ENDINGS, OutputFile
 from headrace.admin.setting_flags import ALL_PIECES, setting_options
 from headrace.admin.terminal import (
@@ -239,14 +239,14 @@ def _verify_codec(config: Config, codec: str, generated_tokens: int, *, as_json:
 @setting_options(*ALL_PIECES)
 @click.option(
     "--connect",
+    type=GatewayAddress(),
     metavar="HOST:PORT",
-    default="",
     help="gRPC address of a system that runs: ask it, and kill nothing. Its API key and application, if any, are "
     "HEADRACE_API_KEY and HEADRACE_APPLICATION.",
 )
 @click.option("--output", type=click.Path(file_okay=False), default=".headrace", help="Where demo.json goes.")
 @json_option
-def demo(*, flags: dict[str, Any], config_file: str | None, connect: str, output: str, as_json: bool) -> None:
+def demo(*, flags: dict[str, Any], config_file: str | None, connect: str | None, output: str, as_json: bool) -> None:
     """Start a system, send it prompts that share a long prefix, kill parts of it, and show that no answer changed.
 
     Leaves the system up. With --connect it asks a system that runs elsewhere, on one host or on many, by every path

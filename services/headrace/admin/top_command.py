@@ -150,7 +150,9 @@ def _painter(*, plain: bool) -> Iterator[Callable[[Sequence[str]], None]]:
         return
     with Live(console=console, auto_refresh=False) as live:
         # Lines that are too long are cut here, not folded: what moves must stay in its place.
-        yield lambda lines: live.update(Text.from_ansi("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+        yield lambda lines: live.update(
+            Text.from_ansi("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True
+        )
 
 
 def _watch(look: Callable[[], Look], every_s: float, prefixes_max: int, *, keep_on: bool) -> Iterator[Seen]:

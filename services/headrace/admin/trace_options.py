@@ -28,14 +28,18 @@ _OPTIONS = (
     ),
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is random."),
     click.option(
-        "--copies", type=click.IntRange(1, 1_000), default=1, help="Populations like the trace's, side by side."
+        "--copies", type=click.IntRange(1, 1_000), default=1, show_default=True,
+        help="Populations like the trace's, side by side.",
     ),
     click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of a block. Default: what fits."),
-    click.option("--merge-blocks", type=click.IntRange(min=1), default=1, help="Replay so many blocks as one."),
     click.option(
-        "--users", type=click.IntRange(min=1), default=USERS_DEFAULT, help="Conversations replayed at the same time."
+        "--merge-blocks", type=click.IntRange(min=1), default=1, show_default=True, help="Replay so many blocks as one."
     ),
-)
+    click.option(
+        "--users", type=click.IntRange(min=1), default=USERS_DEFAULT, show_default=True,
+        help="Conversations replayed at the same time.",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

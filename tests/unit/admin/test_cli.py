@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from headrace.admin.cli import main
@@ -360,6 +361,13 @@ def test_config_show_names_the_source_of_every_setting(run, tmp_path, monkeypatc
     assert rows["prefill_workers"] == (5, "environment")
     assert rows["arena_mb"] == (64, "file")
     assert rows["block_tokens"] == (64, "default")
+
+
+def test_config_show_prints_values_as_a_file_has_them(run):
+    """Fails when what it shows cannot be pasted into a file of settings."""
+    shown = run("config", "show", "--no-exact", "--decode-workers", "7").stdout
+    values = {words[0]: yaml.safe_load(words[1]) for words in map(str.split, shown.splitlines()[1:])}
+    assert (values["exact"], values["decode_workers"], values["dtype"], values["redis_url"]) == (False, 7, "auto", "")
 
 
 def test_up_has_a_flag_for_every_setting(run):
