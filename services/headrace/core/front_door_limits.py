@@ -82,8 +82,8 @@ OLD_CHANNEL_GRACE_S = 3_600.0
 # A body up to so many bytes is parsed on the event loop, which takes 1 ms; a larger one in a thread.
 PARSED_ON_LOOP_BYTES_MAX = 64 * 1024
 
-# Log-probabilities of one answer that is sent whole, all choices together: 100,000 are 10 MB of JSON, written in 0.1 s.
-# A stream has no such bound, since each token's are written as it comes.
+# Log-probabilities of one answer that is sent whole, all choices together: 100,000 are 7 MB of JSON, which a thread
+# writes in 0.8 s. A stream has no such bound, since each token's are written as it comes.
 LOGPROBS_OF_REPLY_MAX = 100_000
 
 # Characters of a chat message's `name`; OpenAI's bound.

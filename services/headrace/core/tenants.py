@@ -11,7 +11,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.core.block import Namespace
@@ -90,6 +90,13 @@ class KeyRing:
     """Every key of a deployment and the tenant it stands for."""
 
     keys: tuple[tuple[HashedKey, Tenant], ...]
+    tenants: tuple[Tenant, ...] = field(init=False)  # every one once, in the order of the file
+    trust_groups: tuple[str, ...] = field(init=False)  # of all of them, likewise
+
+    def __post_init__(self) -> None:
+        tenants = tuple(dict.fromkeys(tenant for _, tenant in self.keys))
+        object.__setattr__(self, "tenants", tenants)
+        object.__setattr__(self, "trust_groups", tuple(dict.fromkeys(tenant.trust_group for tenant in tenants)))
 
     def tenant_of(self, key: str) -> Tenant | None:
         """The tenant whose key this is, or None. Looks at every key: the time does not tell which one matched."""
@@ -98,11 +105,6 @@ class KeyRing:
             if hashed.matches(key):
                 found = tenant
         return found
-
-    @property
-    def tenants(self) -> tuple[Tenant, ...]:
-        """Every tenant once, in the order of the file."""
-        return tuple(dict.fromkeys(tenant for _, tenant in self.keys))
 
 
 def new_key() -> str:
@@ -134,11 +136,6 @@ def file_budgets(tenants: Sequence[Tenant], bases: Iterable[Namespace]) -> tuple
         )
         for tenant in {tenant.trust_group: tenant for tenant in tenants}.values()
     )
-
-
-def groups_of(tenants: Sequence[Tenant]) -> tuple[str, ...]:
-    """Every trust group once."""
-    return tuple(dict.fromkeys(tenant.trust_group for tenant in tenants))
 
 
 def _digest(salt: bytes, key: str) -> bytes:

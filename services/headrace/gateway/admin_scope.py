@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.core.block import Namespace
 from headrace.core.errors import InvalidRequest, PermissionDenied
-from headrace.core.tenants import KeyRing, Tenant, groups_of
+from headrace.core.tenants import KeyRing, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,5 +43,6 @@ def admin_scope(tenant: Tenant, key_ring: KeyRing | None) -> AdminScope:
     tenants = (tenant,) if key_ring is None else key_ring.tenants
     if not tenant.is_admin:
         return AdminScope(tenant, (tenant.trust_group,), sees_all=False, tenants=tenants)
-    groups = dict.fromkeys(("", *groups_of(tenants)))  # "": blocks from before there were tenants
+    named = () if key_ring is None else key_ring.trust_groups
+    groups = dict.fromkeys(("", *named))  # "": blocks from before there were tenants
     return AdminScope(tenant, tuple(groups), sees_all=True, tenants=tenants)

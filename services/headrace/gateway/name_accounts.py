@@ -7,13 +7,13 @@ not. Without a key ring there are no accounts to tell apart, and nothing is name
 from collections.abc import Iterable, Mapping
 
 from headrace.core.block import Namespace
-from headrace.core.tenants import KeyRing, groups_of
+from headrace.core.tenants import KeyRing
 from headrace.wire.v1 import admin_pb2
 
 
 def name_accounts(bases: Iterable[Namespace], key_ring: KeyRing | None) -> dict[str, str]:
     """Namespace id -> full name of the trust group that has it, for each model's namespace in `bases`."""
-    groups = () if key_ring is None else groups_of(key_ring.tenants)
+    groups = () if key_ring is None else key_ring.trust_groups
     return {base.narrowed("", trust_group=group).id: group for base in set(bases) for group in groups}
 
 

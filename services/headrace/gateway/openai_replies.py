@@ -8,12 +8,14 @@ import json
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import Usage, WorkerId
+from headrace.core.limits import CHOICES_MAX
 from headrace.gateway.accepted import Accepted
 from headrace.gateway.route_request import ChoiceFinished, ChoiceToken
 from headrace.gateway.service import GatewayEvent
@@ -72,7 +74,7 @@ async def collect_reply(
 
     def write() -> bytes:
         ordered = [choices[i] for i in sorted(choices)]
-        return _encode(render_reply(reply.head, ordered, reply.usage(), reply.workers()))
+        return _encode_in_pieces(render_reply(reply.head, ordered, reply.usage(), reply.workers())).encode()
 
     return await asyncio.to_thread(write) if wanted.logprobs else write()
 
@@ -201,7 +203,21 @@ class EventStream(Response):
 
 
 def _encode(value: Json) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _dumps(value).encode()
+
+
+def _encode_in_pieces(value: Any) -> str:
+    """As `_dumps`, an element of a long list at a time: in a thread, one call for all of it would keep the event loop
+    waiting as long as it lasts, as no other Python code runs meanwhile."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_dumps(name)}:{_encode_in_pieces(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        encode = _encode_in_pieces if len(value) <= CHOICES_MAX else _dumps
+        return "[" + ",".join(map(encode, value)) + "]"
+    return _dumps(value)
+
+
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 async def _send_data(send: Send, data: bytes) -> None:

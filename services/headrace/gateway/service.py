@@ -24,7 +24,7 @@ from headrace.core.limits import (
 from headrace.core.members import WorkerRecord
 from headrace.core.ports import BlockIndex, Membership, WorkerCalls
 from headrace.core.rate_limits import RateAccounts
-from headrace.core.tenants import KeyRing, Tenant, groups_of
+from headrace.core.tenants import KeyRing, Tenant
 from headrace.gateway.accepted import Accepted
 from headrace.gateway.admit_request import Body, Places, admit_request, shortest_queue_s
 from headrace.gateway.audit_log import RefusalLog
@@ -106,7 +106,7 @@ class GatewayService:
         )
         self.places = Places(
             requests_max=inflight_max,
-            is_shared=lambda: self.key_ring is not None and len(groups_of(self.key_ring.tenants)) > 1,
+            is_shared=lambda: self.key_ring is not None and len(self.key_ring.trust_groups) > 1,
             queue_s=lambda: shortest_queue_s(self.table),
             rates=RateAccounts(clock),
         )

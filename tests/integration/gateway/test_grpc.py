@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tiny_gateway import BLOCK_TOKENS, answer_text, make_namespace, make_worker_record, tiny_gateway
+from tiny_gateway import BLOCK_TOKENS, answer_text, make_namespace, make_worker_record, tiny_gateway, until
 
 from headrace.core.errors import Overloaded, WorkerUnavailable
 from headrace.core.front_door_limits import HEALTH_WATCHES_MAX
@@ -38,12 +38,6 @@ async def served(model_path, *records, **limits):
 def generate(channel, timeout=20, **fields):
     request = inference_pb2.GenerateRequest(**({"token_ids": IDS, "sampling": {"max_tokens": 5}} | fields))
     return inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=timeout)
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the far side of a socket tells nobody here
-            await asyncio.sleep(0.01)
 
 
 async def test_a_stream_begins_with_its_name_and_ends_with_exact_usage(model_path):

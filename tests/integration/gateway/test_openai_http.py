@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from tiny_gateway import BLOCK_TOKENS, answer_text, make_worker_record, tiny_gateway
+from tiny_gateway import BLOCK_TOKENS, answer_text, make_worker_record, tiny_gateway, until
 
 from headrace.core.errors import Overloaded, WorkerUnavailable
 from headrace.core.front_door_limits import PARSED_ON_LOOP_BYTES_MAX
@@ -48,12 +48,6 @@ def openai_client(base_url, **options):
 def only_decode_call(gateway):
     (call,) = [c for w in gateway.calls.workers.values() if w.record.role.decodes for c in w.calls]
     return call
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - the far side of a socket tells nobody here
-            await asyncio.sleep(0.01)
 
 
 async def test_a_chat_is_answered_whole_and_its_repeat_shows_the_cached_tokens(model_path):

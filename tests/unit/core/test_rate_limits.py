@@ -2,25 +2,13 @@
 leaks."""
 
 import pytest
+from hand_clock import HandClock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import ContextExceeded, RateLimited
 from headrace.core.front_door_limits import RATE_ACCOUNTS_MAX
 from headrace.core.rate_limits import UNLIMITED, RateAccounts, RateLimits, TokenBucket
-
-
-class HandClock:
-    """A clock that a test sets."""
-
-    def __init__(self):
-        self.time_s = 100.0
-
-    def now_s(self):
-        return self.time_s
-
-    def unix_ms(self):
-        return int(self.time_s * 1000)
 
 
 @pytest.fixture
@@ -72,9 +60,9 @@ def test_whoever_comes_back_when_told_is_let_in_and_a_moment_earlier_is_not(per_
         if refused is None:
             continue
         assert refused.limit == "tokens_per_minute"
-        clock.time_s += max(0.0, refused.retry_after_ms / 1000 - 0.01)
+        clock.seconds += max(0.0, refused.retry_after_ms / 1000 - 0.01)
         assert refused.retry_after_ms <= 10 or ask(accounts, limits, tokens=amount) is not None
-        clock.time_s += 0.01
+        clock.seconds += 0.01
         assert ask(accounts, limits, tokens=amount) is None
         accounts.check_integrity()
 
@@ -84,7 +72,7 @@ def test_a_refused_request_costs_its_tenant_nothing_and_others_are_not_touched(c
     accounts, limits = RateAccounts(clock), RateLimits(requests_per_minute=2)
     assert [ask(accounts, limits) is None for _ in range(5)] == [True, True, False, False, False]
     assert ask(accounts, limits, name="other") is None
-    clock.time_s += 30.0
+    clock.seconds += 30.0
     assert [ask(accounts, limits) is None for _ in range(2)] == [True, False]
 
 
@@ -137,5 +125,5 @@ def test_names_that_have_left_the_file_are_forgotten(clock):
     accounts, limits = RateAccounts(clock), RateLimits(requests_per_minute=60)
     for number in range(2 * RATE_ACCOUNTS_MAX):
         ask(accounts, limits, name=f"t{number}")
-        clock.time_s += 1.0
+        clock.seconds += 1.0
     assert len(accounts._name_to_account) <= RATE_ACCOUNTS_MAX

@@ -12,7 +12,6 @@ from headrace.core.tenants import (
     KeyRing,
     Tenant,
     TenantRole,
-    groups_of,
     is_usable_key,
     new_key,
     trust_group_of,
@@ -77,4 +76,10 @@ def test_a_tenants_own_group_is_never_a_named_one():
     """Fails when a tenant can come into another's group by its name."""
     assert trust_group_of("a", None) != trust_group_of("b", "a")
     assert trust_group_of("a", "x") == trust_group_of("b", "x")
-    assert groups_of([Tenant("a", "g"), Tenant("b", "g"), Tenant("c", "h")]) == ("g", "h")
+
+
+def test_a_key_ring_names_every_tenant_and_every_group_once():
+    """Fails when a gateway takes one tenant with two keys for two who share it."""
+    one, two, three = Tenant("a", "g"), Tenant("b", "g"), Tenant("c", "h")
+    ring, _ = make_ring(one, two, one, three)
+    assert (ring.tenants, ring.trust_groups) == ((one, two, three), ("g", "h"))

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from hand_clock import HandClock
 from tiny_gateway import make_worker_record, tiny_gateway
 
 from headrace.config import GatewaySettings
@@ -16,25 +17,12 @@ from headrace.telemetry.metrics import REFUSAL_REASONS, REQUEST_OUTCOMES, Metric
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
 
-class HandClock:
-    """A clock that a test sets."""
-
-    def __init__(self):
-        self.time_s = 100.0
-
-    def now_s(self):
-        return self.time_s
-
-    def unix_ms(self):
-        return int(self.time_s * 1000)
-
-
 def served(token_times_s, *, choices=1) -> RequestTimes:
     """A request accepted at 0 whose tokens came at these times: (choice, seconds)."""
     clock = HandClock()
-    times, start_s = RequestTimes(choices=choices, clock=clock), clock.time_s
+    times, start_s = RequestTimes(choices=choices, clock=clock), clock.seconds
     for choice, at_s in token_times_s:
-        clock.time_s = start_s + at_s
+        clock.seconds = start_s + at_s
         times.see(choice, is_token=True)
     return times
 
@@ -115,7 +103,7 @@ async def test_the_gateway_counts_good_requests_and_late_ones_apart(model_path):
         assert isinstance(left[0], Accepted)
         assert counts() == ({"finished": 1}, 1)
         async for _ in gateway.service.generate(request, EVERYBODY):
-            clock.time_s += 0.03
+            clock.seconds += 0.03
         assert counts() == ({"finished": 2}, 1)
         async with aclosing(gateway.service.generate(request, EVERYBODY)) as events:
             await anext(events)

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from hand_clock import HandClock
 from tiny_gateway import BLOCK_TOKENS, MODEL, make_namespace, make_worker_record, tiny_gateway
 from virtual_loop import VirtualClock, run_virtual
 
@@ -34,19 +35,6 @@ async def answered(gateway, request) -> str:
         if isinstance(event, Accepted):
             request_id = event.request_id
     return request_id
-
-
-class HandClock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.seconds = 1_000.0
-
-    def now_s(self) -> float:
-        return self.seconds
-
-    def unix_ms(self) -> int:
-        return round(self.seconds * 1000)
 
 
 def queue_of(table, worker_id="d0") -> float:

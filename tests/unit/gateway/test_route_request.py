@@ -5,7 +5,8 @@ import re
 from contextlib import aclosing
 
 import pytest
-from tiny_gateway import BLOCK_TOKENS, answer_text, make_namespace, make_worker_record, tiny_gateway
+from hand_clock import HandClock
+from tiny_gateway import BLOCK_TOKENS, answer_text, make_namespace, make_worker_record, tiny_gateway, until
 
 from headrace.core.block import CacheSource, Tier
 from headrace.core.errors import (
@@ -50,23 +51,6 @@ async def collect_into(seen, gateway, request):
     """As `collect`, for streams that end badly."""
     async for event in gateway.service.generate(request, EVERYBODY):
         seen.append(event)
-
-
-class StandingClock:
-    """No time passes."""
-
-    def now_s(self) -> float:
-        return 1_000.0
-
-    def unix_ms(self) -> int:
-        return 1_000_000
-
-
-async def until(condition):
-    """Wait until something that another task does is seen."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - the workers under test tell nobody when they are called
-            await asyncio.sleep(0.01)
 
 
 async def test_a_request_gets_the_answer_of_its_prompt_and_its_name(model_path):
@@ -265,7 +249,7 @@ async def test_a_choice_does_not_count_what_another_choice_computed_as_cached(mo
 
 async def test_one_failed_choice_ends_the_others(model_path):
     """Fails when the streams of the other choices stay open after an error."""
-    async with tiny_gateway(*DECODERS, model_path=model_path, clock=StandingClock()) as gateway:  # no queue drains
+    async with tiny_gateway(*DECODERS, model_path=model_path, clock=HandClock()) as gateway:  # no queue drains
         gateway.worker("d0").fails, gateway.worker("d0").fails_after = WorkerUnavailable("d0", "died"), 1
         gateway.worker("d0").token_seconds, gateway.worker("d1").token_seconds = 0.3, 60.0
         with pytest.raises(WorkerUnavailable):

@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tiny_gateway import TinyWorker, make_worker_record, tiny_gateway
+from tiny_gateway import TinyWorker, make_worker_record, tiny_gateway, until
 
 from headrace.core.errors import IndexUnavailable, UnknownModel
 from headrace.core.generation import WorkerId
@@ -18,12 +18,6 @@ D0 = make_worker_record("d0")
 
 def make_request(**options) -> ClientRequest:
     return ClientRequest(prompt=TokenPrompt((5, 6, 7)), sampling=SamplingOptions(max_tokens=2), **options)
-
-
-async def until(condition, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the refresh tells nobody
-            await asyncio.sleep(0.02)
 
 
 async def test_workers_that_come_and_go_are_noticed_without_a_restart(model_path):
@@ -65,7 +59,7 @@ async def test_a_gateway_is_ready_once_its_tokenizers_are_loaded(model_path):
         assert gateway.service.table.can_decode()
         assert not gateway.service.ready()
         release.set()
-        await until(gateway.service.ready, seconds=60)
+        await until(gateway.service.ready)
     async with tiny_gateway(D0, model_path="/nowhere") as gateway:
         await until(gateway.service.ready)
 

@@ -1,6 +1,7 @@
 """The worker table on a clock of its own: suspicion, empty listings, models and counts."""
 
 import pytest
+from hand_clock import HandClock
 from tiny_gateway import make_namespace, make_worker_record
 
 from headrace.core.errors import UnknownModel, WorkerUnavailable
@@ -11,19 +12,6 @@ from headrace.gateway.worker_table import WorkerTable
 
 D0 = make_worker_record("d0")
 D1 = make_worker_record("d1")
-
-
-class HandClock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def now_s(self) -> float:
-        return self.seconds
-
-    def unix_ms(self) -> int:
-        return round(self.seconds * 1000)
 
 
 @pytest.fixture

@@ -239,6 +239,13 @@ class TinyCalls:
         )
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something that another task or process does is seen: those tell nobody here."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def _delta(letter: str, logprobs: int | None) -> TokenDelta:
     if logprobs is None:
         return TokenDelta(token_id=ord(letter), text=letter)

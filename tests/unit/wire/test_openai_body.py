@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,9 @@ from headrace.core.errors import InvalidRequest, UnsupportedField
 from headrace.core.limits import CHOICES_MAX, PROMPT_CHARS_MAX
 from headrace.wire.client_request import ChatPrompt, ChatTurn, TextPrompt, TokenPrompt
 from headrace.wire.openai_body import OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
+from headrace.wire.openai_fields import CHAT as CHAT_FIELDS
+from headrace.wire.openai_fields import COMPLETION as COMPLETION_FIELDS
+from headrace.wire.openai_fields import CONTROL, STREAM_OPTIONS
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -234,6 +238,20 @@ def refusal(read, body) -> str:
     except InvalidRequest as refused:
         return str(refused)
     return ""
+
+
+def test_the_documented_fields_are_the_fields():
+    """Fails when docs/openai-api.md lacks a field that is taken, or one of OpenAI's that is refused."""
+    documented = (Path(__file__).parents[3] / "docs" / "openai-api.md").read_text(encoding="utf-8")
+    taken = {
+        *CHAT_FIELDS.read,
+        *COMPLETION_FIELDS.read,
+        *CHAT_FIELDS.without_effect,
+        *CONTROL.read,
+        *STREAM_OPTIONS.read,
+    }
+    of_openai = {*ChatParams.__annotations__, *CompletionParams.__annotations__}
+    assert not [name for name in sorted(taken | of_openai) if f"`{name}`" not in documented]
 
 
 def test_what_an_answer_has_beside_its_text_may_come_back_empty():
