@@ -29,6 +29,25 @@ asyncio.run(main())
 """
 
 
+# What Ray makes of the actor's class, without Ray: a node until it is told on its standard input to stop.
+ACTOR = """
+import asyncio, sys
+from headrace.config import config_to_flat, load_config
+from headrace_cluster.store_actor import StoreActor
+
+async def main():
+    names = ("node_id", "arena_dir", "redis_url")
+    settings = config_to_flat(load_config(dict(zip(names, sys.argv[1:])) | {"arena_mb": "1"}, environ={}))
+    actor = object.__new__(StoreActor)
+    await actor.__init__(settings)
+    print(await actor.ready(), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await actor.stop()
+
+asyncio.run(main())
+"""
+
+
 @asynccontextmanager
 async def running(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
@@ -125,3 +144,18 @@ async def test_a_node_is_looked_at_by_one_process_that_ends_with_it(nodes) -> No
     await killed.kill()
     assert await stopped.terminate() == 0
     await until(lambda: not any(runs(pid) for pids in beside for pid in pids))
+
+
+async def test_rays_actor_is_looked_at_as_any_node_is(nodes, tmp_path) -> None:
+    """Fails when a node under Ray stands still for ever, since only a process that died is started again."""
+    async with running("-c", ACTOR, "acts", str(tmp_path), nodes.redis_url) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert int(await process.stdout.readline()) == process.pid
+        await until(lambda: bool(watchers(process.pid)))
+        (beside,) = watchers(process.pid)
+        process.stdin.write(b"stop\n")
+        await process.stdin.drain()
+        async with asyncio.timeout(120):
+            assert await process.wait() == 0
+        await until(lambda: not runs(beside))
