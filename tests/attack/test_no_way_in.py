@@ -29,6 +29,7 @@ STARTS_PROCESSES = {
     "services/headrace/bench/vllm_peer.py",
     "services/headrace/engine/convert_gguf.py",
     "services/headrace/index/embedded_valkey.py",
+    "services/headrace/store/end_when_stalled.py",
     "services/headrace/verify/store_process.py",
     "cluster/headrace_cluster/launch_local.py",
 }
