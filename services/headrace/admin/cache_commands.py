@@ -183,8 +183,9 @@ def stat_cache(*, address: str, as_json: bool) -> None:
     """
     with connect(address) as client:
         stats = client.stat()
+    errors = {stat.holder: stat.error for stat in stats if stat.error}
     if as_json:
-        print_json({"holders": stats})
+        print_json({"holders": stats, "errors": errors})
     else:
         columns = [
             "holder ",
@@ -201,7 +202,7 @@ def stat_cache(*, address: str, as_json: bool) -> None:
             "evicted",
         ]
         print_table([*columns, "error "], [_stat_row(stat) for stat in stats])
-    exit_if_incomplete([(stat.holder, stat.error) for stat in stats if stat.error])
+    exit_if_incomplete(list(errors.items()))
 
 
 def _stat_row(stat: HolderStat) -> list[str]:

@@ -44,14 +44,15 @@ def list_nodes(*, address: str, as_json: bool) -> None:
     with connect(address) as client:
         status, stats = client.status(), client.stat()
     found = [(node, [stat for stat in stats if stat.holder == node.holder]) for node in status.store_nodes]
+    errors = {stat.holder: stat.error for _, tiers in found for stat in tiers if stat.error}
     if as_json:
-        print_json({"nodes": [_node_json(node, tiers) for node, tiers in found]})
+        print_json({"nodes": [_node_json(node, tiers) for node, tiers in found], "errors": errors})
     else:
         columns = ["node ", "state ", "host ", "address ", "incarnation", "arena", "disk", "blocks", "pinned"]
         print_table(columns, [_node_row(node, tiers) for node, tiers in found])
         if not found:
             say("no store node is alive" if status.index_available else "the index is away: nobody knows which live")
-    exit_if_incomplete([(stat.holder, stat.error) for _, tiers in found for stat in tiers if stat.error])
+    exit_if_incomplete(list(errors.items()))
 
 
 def _node_json(node: StoreNodeStatus, tiers: Sequence[HolderStat]) -> dict[str, Any]:
