@@ -4,7 +4,7 @@ import pytest
 from patient_redis import patient_index
 
 from headrace.core.block import HashAlgorithm, HolderId, NamespaceId, Tier, hash_prompt
-from headrace.core.index_limits import INDEX_EVENT_BLOCKS_MAX, INDEX_EVENTS_MAX
+from headrace.core.index_limits import INDEX_BATCH_BLOCKS, INDEX_EVENT_BLOCKS_MAX, INDEX_EVENTS_MAX
 from headrace.index import redis_keys
 from headrace.index.redis_index import RedisIndex
 from headrace.index.redis_keys import Op
@@ -108,3 +108,17 @@ async def test_sweeping_says_whose_entries_it_took_and_forgets_how_many_events_t
     for _ in range(2):
         await index.sweep({}, limit=10)
     assert sorted(await send_raw("KEYS", "*")) == [STREAM]
+
+
+async def test_what_dead_holders_had_goes_in_commands_of_bounded_size(index, send_raw):
+    """Fails when one command removes all that a page has, and nobody else is answered meanwhile."""
+    for holder in (A, B):
+        await register(index, CHAIN, holder=holder)
+    before = len(await read_events(send_raw))
+    removed = 0
+    for _ in range(8):  # a scan may end in the midst, and come back to where it has been
+        removed += await index.sweep({}, limit=4 * len(CHAIN))
+    assert removed == 2 * len(CHAIN)
+    assert await send_raw("KEYS", "*:b:*") == []
+    commands = [event for event in (await read_events(send_raw))[before:] if (event.op, event.holder) == (Op.SWEPT, A)]
+    assert len(commands) >= removed / INDEX_BATCH_BLOCKS > 2, "so many entries in one command"
