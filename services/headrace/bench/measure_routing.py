@@ -60,6 +60,10 @@ SHARE_HEAD, SHARE_PART = 0.6, 0.3
 HEAD_SHARE_OF_PROMPT = 1 / 16
 
 
+# Processor seconds of this thread so far.
+CpuClock = Callable[[], float]
+
+
 @dataclass(frozen=True, slots=True)
 class RouteRow:
     """One number of workers. Microseconds; each percentile is of its own distribution, so they do not add up."""
@@ -113,25 +117,26 @@ def measure_routing(
     blocks: int = BLOCKS,
     calls: int = CALLS,
     seed: int = 0,
+    clock: CpuClock = time.thread_time,
 ) -> RouteReport:
     """Measure each part `calls` times for each number of workers, over a population that the seed decides."""
-    rate = measure_hashing(blocks * BLOCK_TOKENS)
+    rate = measure_hashing(blocks * BLOCK_TOKENS, clock=clock)
     report(f"hashing: {rate:.1f} million tokens/s")
     rows = []
     for workers in worker_counts:
         report(f"{workers:,} workers, prompts of {blocks:,} blocks")
-        rows.append(_Population(workers, blocks=blocks, seed=seed).measure(calls))
+        rows.append(_Population(workers, blocks=blocks, seed=seed).measure(calls, clock))
     return RouteReport(hash_mtok_per_s=rate, rows=tuple(rows))
 
 
-def measure_hashing(tokens: int, *, passes: int = 20) -> float:
+def measure_hashing(tokens: int, *, passes: int = 20, clock: CpuClock = time.thread_time) -> float:
     """10^6 tokens a second, the median pass."""
     times_s = []
     for number in range(passes):
         token_ids = np.random.default_rng(number).integers(0, 128_000, tokens).tolist()
-        started_s = time.thread_time()
+        started_s = clock()
         _hash(token_ids)
-        times_s.append(time.thread_time() - started_s)
+        times_s.append(clock() - started_s)
     return tokens / float(np.median(times_s)) / 1e6
 
 
@@ -202,14 +207,14 @@ class _Population:
         plan = choose_workers(request, Snapshot(workers=self._columns, match=match), self._rule)
         assert isinstance(plan, Plan), plan
 
-    def measure(self, calls: int) -> RouteRow:
+    def measure(self, calls: int, clock: CpuClock) -> RouteRow:
         """Each part by itself, and lookup and choice as one."""
         matches = {request.request_id: self._look_up(request) for request in self._requests}
         assert all(match.num_blocks == self._blocks for match in matches.values())
-        lookup = self._times_us(self._look_up, calls)
-        choose = self._times_us(lambda request: self._choose(request, matches[request.request_id]), calls)
-        both = self._times_us(lambda request: self._choose(request, self._look_up(request)), calls)
-        plan = self._times_us(self._plan_with(matches), calls)
+        lookup = self._times_us(self._look_up, calls, clock)
+        choose = self._times_us(lambda request: self._choose(request, matches[request.request_id]), calls, clock)
+        both = self._times_us(lambda request: self._choose(request, self._look_up(request)), calls, clock)
+        plan = self._times_us(self._plan_with(matches), calls, clock)
         return RouteRow(self._blocks, len(self._records), *lookup, *choose, *both, *plan)
 
     def _plan_with(self, matches: dict[RequestId, PrefixMatch]) -> Callable[[GenerateRequest], None]:
@@ -219,15 +224,15 @@ class _Population:
 
         return plan
 
-    def _times_us(self, act: Callable[[GenerateRequest], Any], calls: int) -> tuple[float, float]:
+    def _times_us(self, act: Callable[[GenerateRequest], Any], calls: int, clock: CpuClock) -> tuple[float, float]:
         """p50 and p99 of single calls, after as many as there are prompts."""
         for request in self._requests:
             act(request)
         times_us = []
         for request in islice(cycle(self._requests), calls):
-            started_s = time.thread_time()
+            started_s = clock()
             act(request)
-            times_us.append((time.thread_time() - started_s) * 1e6)
+            times_us.append((clock() - started_s) * 1e6)
         p50, p99 = np.percentile(times_us, (50, 99))
         return float(p50), float(p99)
 

@@ -56,7 +56,7 @@ async def test_a_live_load_is_simulated_with_the_same_requests(tmp_path):
                 BusyIndex(gateway.membership),
                 Workload(rate=40.0, shape=("gap_s=0.2",), output_tokens_max=3),
                 runs=2,
-                bounds=LoadBounds(requests_max=30, duration_s=None, timeout_s=60),
+                bounds=LoadBounds(requests_max=30, duration_s=None, timeout_s=3_600),
                 slo=Slo(ttft_ms=60_000, itl_ms=60_000),
                 report=lambda line: None,
             )

@@ -55,7 +55,7 @@ class GatewayThread:
 
     def __enter__(self):
         self._thread.start()
-        assert self._ready.wait(60)
+        assert self._ready.wait(3_600)  # or the test's own time is over
         return self
 
     def __exit__(self, *_):
@@ -97,8 +97,8 @@ def test_each_combination_is_what_its_name_says(model_path):
         start,
         workload=Workload(output_tokens_max=3, shape=("gap_s=0.2",), context_tokens_max=600),
         rates=(20.0, 40.0),
-        bounds=LoadBounds(requests_max=24, duration_s=None, timeout_s=60),
-        slo=Slo(ttft_ms=60_000, itl_ms=60_000),
+        bounds=LoadBounds(requests_max=24, duration_s=None, timeout_s=3_600),
+        slo=Slo(ttft_ms=3.6e6, itl_ms=3.6e6),  # however busy the machine is
         report=said.append,
         combinations=COMBINATIONS[:3],
     )

@@ -10,16 +10,32 @@ from headrace.bench.measure_routing import _Population, measure_hashing, measure
 TIMES = ("lookup_us", "choose_us", "lookup_choose_us", "plan_us")
 
 
+class PricedClock:
+    """What is timed takes 1 ms, then 2, then 3, and so on."""
+
+    def __init__(self):
+        self.now_s, self._timed = 0.0, 0
+
+    def __call__(self):
+        """Each second reading ends what is timed."""
+        self._timed += 1
+        self.now_s += self._timed // 2 * 1e-3 if self._timed % 2 == 0 else 0.0
+        return self.now_s
+
+
 def test_every_figure_is_there_for_every_number_of_workers():
-    """Fails when a column is missing or a percentile is of something else."""
+    """20 passes of hashing take 1 to 20 ms, 10.5 in the median; the parts' 4 x 40 calls go on from there, for 8 workers
+    and then for 64. Fails when a column is missing, a unit is wrong or a percentile is of something else."""
     said = []
-    report = measure_routing(report=said.append, worker_counts=(8, 64), blocks=64, calls=40)
+    report = measure_routing(report=said.append, worker_counts=(8, 64), blocks=64, calls=40, clock=PricedClock())
     found = json.loads(json.dumps(report.as_json()))
-    assert found["hash_mtok_per_s"] > 0
+    assert found["hash_mtok_per_s"] == pytest.approx(64 * 16 / 10.5e-3 / 1e6, abs=0.01)
     assert [(row["blocks"], row["workers"]) for row in found["rows"]] == [(64, 8), (64, 64)]
-    for row in found["rows"]:
-        assert all(0 < row[f"{name}_p50"] <= row[f"{name}_p99"] for name in TIMES)
-        assert row["lookup_choose_us_p99"] > row["lookup_us_p50"]
+    for number, row in enumerate(found["rows"]):
+        for part, name in enumerate(TIMES):
+            first_ms = 21 + 40 * (4 * number + part)
+            assert row[f"{name}_p50"] == pytest.approx((first_ms + 19.5) * 1e3)
+            assert row[f"{name}_p99"] == pytest.approx((first_ms + 0.99 * 39) * 1e3)
     assert all(len(cells) == len(columns) for _, columns, rows in report.tables() for cells in rows)
     assert len(said) == 3
 
@@ -52,4 +68,5 @@ def test_the_seed_decides_the_population():
 
 
 def test_hashing_is_measured_in_millions_of_tokens():
-    assert 0.1 < measure_hashing(4_096, passes=3) < 1_000
+    """Passes of 1, 2 and 3 ms."""
+    assert measure_hashing(4_096, passes=3, clock=PricedClock()) == pytest.approx(4_096 / 2e-3 / 1e6)
