@@ -94,12 +94,17 @@ def schema_of(path: str, value: Any) -> dict[str, Any]:
     """The JSON schema of one value, by its default. A mapping takes its own keys only, unless open or empty."""
     name = path.rpartition(".")[2]
     if path == "settings":
-        return settings_schema()
+        return settings_schema(value)
     if isinstance(value, dict) and (not value or name in OPEN_MAPPINGS):
         return {"type": "object"}
     if isinstance(value, dict):
         properties = {key: schema_of(f"{path}.{key}".lstrip("."), inner) for key, inner in value.items()}
-        return {"type": "object", "additionalProperties": False, "properties": properties}
+        return {
+            "type": "object",
+            "additionalProperties": False,
+            "required": [key for key, inner in value.items() if is_needed(key, inner)],
+            "properties": properties,
+        }
     if isinstance(value, list):
         return {"type": "array"}
     schema: dict[str, Any] = {"type": JSON_TYPES[type(value)]}
@@ -110,8 +115,15 @@ def schema_of(path: str, value: Any) -> dict[str, Any]:
     return schema
 
 
-def settings_schema() -> dict[str, Any]:
-    """The schema of `settings`: every setting but those of CHART_SETTINGS, with its type and its line of help."""
+def is_needed(key: str, default: Any) -> bool:
+    """Whether a value may not be taken away, as Helm does where somebody's values say `null`. What is empty by default
+    may, and resources and labels, of which an operator may want none."""
+    return isinstance(default, bool) or (bool(default) and key not in ("resources", "requests", "limits", "labels"))
+
+
+def settings_schema(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The schema of `settings`: every setting but those of CHART_SETTINGS, with its type and its line of help. chosen:
+    those that values.yaml names, by which templates go, too."""
     properties: dict[str, Any] = {}
     for name, (_, row) in settings_table().items():
         if name in CHART_SETTINGS:
@@ -119,7 +131,8 @@ def settings_schema() -> dict[str, Any]:
         properties[name] = {"type": JSON_TYPES[type(row.default)], "description": row.metadata["help"]}
         if f"settings.{name}" in AT_LEAST_ONE:
             properties[name]["minimum"] = 1
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    required = [key for key, inner in chosen.items() if is_needed(key, inner)]
+    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
 
 
 def value_rows(text: str) -> Iterator[ValueRow]:

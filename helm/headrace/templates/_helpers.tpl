@@ -71,6 +71,11 @@ true
 {{- end -}}
 {{- end -}}
 
+{{/* The memory limit in a container's `resources`; "" where there is none. Call with the values that have them. */}}
+{{- define "headrace.memoryLimit" -}}
+{{ ((.resources | default dict).limits | default dict).memory | default "" }}
+{{- end -}}
+
 {{/* MiB of a quantity in Mi, Gi or Ti; 0 for one in other units, which is then not compared. */}}
 {{- define "headrace.mebibytes" -}}
 {{- $text := toString . -}}
@@ -99,7 +104,7 @@ true
 
 {{/* The ACL user in the URL: its name, or the variable that Kubernetes puts it into. */}}
 {{- define "headrace.redisUser" -}}
-{{ ternary "$(HEADRACE_REDIS_USERNAME)" .Values.redis.external.username (ne .Values.redis.external.usernameSecret.name "") }}
+{{ if .Values.redis.external.usernameSecret.name }}$(HEADRACE_REDIS_USERNAME){{ else }}{{ .Values.redis.external.username | default "" }}{{ end }}
 {{- end -}}
 
 {{/* The URL without the password, which Kubernetes puts in from the environment when a container starts. */}}
@@ -172,7 +177,7 @@ keep strangers out. KV events know no TLS. */}}
 {{- fail "redis.passwordSecret.name is needed with the bundled Redis: it is never open" -}}
 {{- end -}}
 {{- if eq .Values.redis.mode "bundled" -}}
-{{- $redisMemory := ((.Values.redis.bundled.resources | default dict).limits | default dict).memory -}}
+{{- $redisMemory := include "headrace.memoryLimit" .Values.redis.bundled -}}
 {{- $redisLimit := include "headrace.mebibytes" $redisMemory | int64 -}}
 {{- if and (gt $redisLimit 0) (le $redisLimit (int64 .Values.redis.bundled.maxMemoryMb)) -}}
 {{- fail (printf "redis.bundled.maxMemoryMb is %d, and its container is ended at resources.limits.memory, %s" (int64 .Values.redis.bundled.maxMemoryMb) $redisMemory) -}}

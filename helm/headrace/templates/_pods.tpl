@@ -2,9 +2,10 @@
 {{- define "headrace.sharedMemoryMb" -}}
 {{- $shared := .root.Values.sharedMemory -}}
 {{- $mebibytes := add (int64 $shared.objectStoreMb) (int64 $shared.marginMb) (ternary (int64 .root.Values.settings.arena_mb) 0 .withArena) -}}
-{{- $limit := include "headrace.mebibytes" .pods.resources.limits.memory | int64 -}}
+{{- $memory := include "headrace.memoryLimit" .pods -}}
+{{- $limit := include "headrace.mebibytes" $memory | int64 -}}
 {{- if and (gt $limit 0) (le $limit (int64 $mebibytes)) -}}
-{{- fail (printf "%s: resources.limits.memory is %s, and /dev/shm alone takes %d MiB (settings.arena_mb + sharedMemory)" .component .pods.resources.limits.memory $mebibytes) -}}
+{{- fail (printf "%s: resources.limits.memory is %s, and /dev/shm alone takes %d MiB (settings.arena_mb + sharedMemory)" .component $memory $mebibytes) -}}
 {{- end -}}
 {{ $mebibytes }}
 {{- end -}}
@@ -169,9 +170,9 @@ authority's private key. */}}
 {{- $isHead := eq .component "head" -}}
 {{- $isGateway := eq .component (include "headrace.gatewayComponent" $root) -}}
 {{- $sharedMb := include "headrace.sharedMemoryMb" . -}}
-{{- $limits := deepCopy $pods.resources.limits -}}
+{{- $resources := deepCopy ($pods.resources | default dict) -}}
 {{- if gt (int .gpus) 0 -}}
-{{- $limits = set $limits "nvidia.com/gpu" (toString .gpus) -}}
+{{- $resources = set $resources "limits" (set ($resources.limits | default dict) "nvidia.com/gpu" (toString .gpus)) -}}
 {{- end -}}
 metadata:
   labels:
@@ -276,10 +277,7 @@ spec:
           containerPort: 9000
         {{- end }}
       resources:
-        requests:
-          {{- toYaml $pods.resources.requests | nindent 10 }}
-        limits:
-          {{- toYaml $limits | nindent 10 }}
+        {{- toYaml $resources | nindent 8 }}
       {{- include "headrace.probes" . | nindent 6 }}
       {{- if or $isGateway .withArena }}
       lifecycle:

@@ -139,7 +139,7 @@ def test_the_page_names_only_values_that_there_are():
     heads = {path.split(".")[0] for path in known}
     named = {name for name in re.findall(r"`([a-z]\w*(?:\.\w+)+)(?:: \w+)?`", PAGE) if name.split(".")[0] in heads}
     assert len(named) > 20
-    settings = {f"settings.{name}" for name in generator().settings_schema()["properties"]}
+    settings = {f"settings.{name}" for name in generator().settings_schema({})["properties"]}
     # Keys of secrets look alike.
     assert named - known - settings - {"tls.crt", "tls.key"} == set()
 
