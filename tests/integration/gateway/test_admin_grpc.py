@@ -1,12 +1,13 @@
 """Admin calls over real store nodes and in-process workers: what is reported is what was done, holder by holder."""
 
 import json
+import threading
 from dataclasses import replace
 
 import grpc
 import pytest
 from admin_kit import admin_over, keep_on_device, store_text, token_ids_of
-from tiny_gateway import BLOCK_TOKENS, make_namespace, make_worker_record
+from tiny_gateway import BLOCK_TOKENS, CountingTokenizers, make_namespace, make_worker_record
 
 from headrace.blocks.host_arena import UNIT_BYTES
 from headrace.core.errors import IndexUnavailable, WorkerUnavailable
@@ -233,6 +234,17 @@ async def test_a_prefix_given_as_token_ids_means_the_same_as_its_text(model_path
         by_ids = await admin.evict(prefix_token_ids=token_ids_of("sharedhead"), dry_run=True)
         by_text = await admin.evict(prefix_text="sharedhead", dry_run=True)
         assert by_ids["node:n0"].blocks == by_text["node:n0"].blocks == 2
+
+
+async def test_the_text_of_a_listing_is_decoded_off_the_loop(model_path):
+    """Fails when an operator who reads ten thousand blocks stops all streams meanwhile."""
+    tokenizers = CountingTokenizers()
+    async with admin_over(model_path, "n0", tokenizers=tokenizers) as admin:
+        store_text(admin.kits["n0"], "sharedheadtail")
+        listing = await admin.list_blocks(with_text=True)
+        assert sorted(block.text for block in listing.blocks) == ["adta", "edhe", "shar"]
+        assert len(tokenizers.threads) == 1, "all of a model's blocks at once"
+    assert threading.main_thread() not in tokenizers.threads
 
 
 async def test_status_names_everybody(model_path):

@@ -1,7 +1,6 @@
 """Two gateways of one system, over a real Valkey: they know the same, choose alike, and answer for each other."""
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -240,9 +239,8 @@ async def test_a_gateway_that_starts_knows_the_whole_index_before_it_takes_calls
 
 
 async def test_a_gateway_starts_without_an_index_that_is_away():
-    """Fails when the wait for a whole mirror keeps a gateway from serving without reuse."""
+    """Fails, by the time-out of every test, when a gateway waits for a whole mirror before it serves."""
     gateway = build_gateway(load_config({"redis_url": "redis://127.0.0.1:1/0"}, environ={}), calls=TinyCalls({}, None))
-    began_s = time.monotonic()
     await gateway.start()
+    assert not gateway._service.index_available
     await gateway.stop()
-    assert time.monotonic() - began_s < 60

@@ -1,5 +1,6 @@
 """Why a prompt missed, over real store nodes: each cause is told by its own name and no other."""
 
+import asyncio
 import dataclasses
 
 import grpc
@@ -10,6 +11,10 @@ from tiny_gateway import make_namespace
 
 from headrace.core.block import HolderId, Tier
 from headrace.core.tenants import EVERYBODY
+from headrace.gateway.admin_scope import admin_scope
+from headrace.gateway.answer_why_miss import answer_why_miss
+from headrace.gateway.fleet import Fleet
+from headrace.gateway.list_everywhere import list_everywhere
 from headrace.gateway.prepare_request import hash_for
 from headrace.gateway.recent_prompts import RecentPrompt, RecentPrompts
 from headrace.gateway.route_request import ChoiceFinished
@@ -45,6 +50,31 @@ async def test_a_prompt_that_was_never_stored_is_told_as_that(model_path):
         assert (reply.prompt_tokens, reply.block_tokens, reply.num_blocks) == (16, 4, 4)
         assert kinds(reply) == ["never_stored"]
         assert (reply.reasons[0].first_block, reply.reasons[0].num_blocks) == (0, 4)
+
+
+async def test_nodes_are_asked_at_the_same_time(model_path):
+    """Fails when silent nodes are waited for one after the other: three would be longer than any caller waits."""
+    async with admin_over(model_path, "n0", "n1", "n2") as admin:
+        service, all_asked = admin.gateway.service, asyncio.Barrier(3)
+        fleet = Fleet(service, channel_to=admin.channel_to)
+
+        class Gated:
+            def __init__(self, node):
+                self.stub = fleet.node_stub(node)
+
+            async def Explain(self, asked, *, timeout):
+                await all_asked.wait()
+                return await self.stub.Explain(asked, timeout=timeout)
+
+        reply = await answer_why_miss(
+            admin_pb2.WhyMissRequest(text=TEXT),
+            service=service,
+            scope=admin_scope(EVERYBODY, None),
+            stub_of=Gated,
+            list_everywhere=lambda selectors: list_everywhere(fleet, selectors, limit=9),
+        )
+        assert not reply.errors
+        assert {run.holder for run in reply.runs} >= {"node:n0", "node:n1", "node:n2"}
 
 
 async def test_what_is_there_is_told_as_a_hit(model_path):

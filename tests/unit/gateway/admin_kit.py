@@ -1,5 +1,6 @@
 """A gateway's admin service over real store nodes on gRPC and in-process workers, for several test files."""
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ class Admin:
     gateway: TinyGateway
     kits: dict[str, StoreKit]
     address: str
+    channel_to: Callable[[str], Any]
 
     async def evict(self, *, dry_run=False, **selector):
         reply = await self.stub.Evict(admin_pb2.EvictRequest(selector=selector, dry_run=dry_run))
@@ -75,7 +77,7 @@ async def admin_over(model_path, *node_ids, dead_nodes=(), namespace=None, **ser
         server, port = await serve_grpc(gateway.service, address="127.0.0.1:0", channel_to=channels.to)
         stack.push_async_callback(server.stop, 0)
         address = f"127.0.0.1:{port}"
-        yield Admin(admin_pb2_grpc.CacheAdminStub(channels.to(address)), gateway, kits, address)
+        yield Admin(admin_pb2_grpc.CacheAdminStub(channels.to(address)), gateway, kits, address, channels.to)
 
 
 def _announce_drain(gateway: TinyGateway, record: StoreNodeRecord, kit: StoreKit) -> Any:

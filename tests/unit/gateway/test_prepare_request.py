@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from tiny_gateway import make_namespace, make_worker_record
+from tiny_gateway import CountingTokenizers, make_namespace, make_worker_record
 
 from headrace.core.clock import Deadline, SystemClock
 from headrace.core.errors import InvalidRequest
@@ -19,24 +19,8 @@ from headrace.gateway.prepare_request import (
     settle_retention,
     settle_sampling,
 )
-from headrace.gateway.tokenize_prompt import Tokenizers
 from headrace.gateway.worker_table import ServedModel
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
-
-
-class CountingTokenizers(Tokenizers):
-    """Counts the work that is done in its threads."""
-
-    def __init__(self):
-        super().__init__()
-        self.threads = []
-
-    async def run(self, work, *, deadline):
-        def noted():
-            self.threads.append(threading.current_thread())
-            return work()
-
-        return await super().run(noted, deadline=deadline)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_runs"), [(9, 0), (HASHED_ON_LOOP_TOKENS_MAX + 1, 1)])

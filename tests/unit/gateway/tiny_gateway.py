@@ -6,6 +6,7 @@ or a cached prefix must give the same text. Workers can be told to fail, to hang
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ from headrace.gateway.goodput import RequestObserver
 from headrace.gateway.known_keys import FixedKeys, KnownKeys
 from headrace.gateway.observers import Observers
 from headrace.gateway.service import Backend, GatewayService
+from headrace.gateway.tokenize_prompt import Tokenizers
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.transfer.device_expiry import DeviceExpiry
 
@@ -251,6 +253,21 @@ def _delta(letter: str, logprobs: int | None) -> TokenDelta:
         return TokenDelta(token_id=ord(letter), text=letter)
     tops = (TokenLogprob(ord(letter), letter, -0.5), TokenLogprob(33, "!", -1.5))[:logprobs]
     return TokenDelta(token_id=ord(letter), text=letter, logprob=-0.5, top_logprobs=tops)
+
+
+class CountingTokenizers(Tokenizers):
+    """Remembers in which thread each piece of work was done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[threading.Thread] = []
+
+    async def run(self, work, *, deadline):
+        def noted():
+            self.threads.append(threading.current_thread())
+            return work()
+
+        return await super().run(noted, deadline=deadline)
 
 
 class CountingObserver:
