@@ -229,6 +229,9 @@ class _OneNode:
     def sink(self) -> None:
         return None
 
+    def sink_at(self, node_id: str) -> None:
+        return None
+
     def local_node_id(self) -> str:
         return self._node_id if self._is_local else ""
 

@@ -20,7 +20,8 @@ class PlainTransformers:
 
     def __init__(self, path: Path, *, dtype: torch.dtype, device: torch.device, threads: int) -> None:
         """threads: each kind of work runs on one thread or on so many, whichever is faster when it is done first."""
-        self._model = load_weights(path, dtype=dtype, attn_implementation="sdpa").to(device)
+        model: Any = load_weights(path, dtype=dtype, attn_implementation="sdpa")
+        self._model = model.to(device)  # transformers' own types do not know what `to` and `generate` take
         self._device = device
         # Its name changed within the versions of transformers that are served.
         parameters = inspect.signature(self._model.forward).parameters
