@@ -161,7 +161,7 @@ def made_up_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Scale prompts to fit so many with their outputs. Default: the context that the server says it has.",
 )  # fmt: skip
 @model_option
-@click.option("--bypass", is_flag=True, help="Compute every prompt, whatever is cached, and leave nothing behind.")
+@click.option("--bypass", is_flag=True, help="Headrace: compute every prompt, whatever is cached, and leave nothing.")
 @address_option
 @json_option
 @click.pass_context
@@ -281,8 +281,8 @@ def sweep(
     """Start one system after another on this machine, each with one optimisation more, and load each alike.
 
     No cache; a cache for each conversation alone; prefixes shared between conversations; decoding in batches; prefill
-    on a worker of its own. Every system has two workers. Throughput is of output tokens, cost is the processor time of
-    all of a system's processes for 1,000 of them. Stops nothing that it did not start.
+    on a worker of its own; int8 in the store. Every system has two workers. Throughput is of output tokens, cost is the
+    processor time of all of a system's processes for 1,000 of them. Stops nothing that it did not start.
 
     \b
     Examples:
