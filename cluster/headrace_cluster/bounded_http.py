@@ -14,7 +14,7 @@ without that line: its body is what its head declares, as of any other.
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -242,7 +242,7 @@ class BoundedHttp(HttpToolsProtocol):
         body = json.dumps(render_error(error)).encode()
         head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         retry = f"retry-after: {RETRY_AFTER_MS // 1000}\r\n" if status == 503 else ""
-        transport = cast(asyncio.Transport, self.transport)
+        transport = self.transport
         is_head = waiting is not None and waiting.scope["method"] == "HEAD"  # which is answered without a body
         transport.write((head + retry + "connection: close\r\n\r\n").encode() + (b"" if is_head else body))
         if reason == "connections" or not transport.can_write_eof():

@@ -57,7 +57,7 @@ class GatewayReplica:
     unary caller never sees the message; a streaming one sees an event without content before the error.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: dict[str, Any], decode: DeploymentHandle, prefill: DeploymentHandle | None
     ) -> None:
         from headrace.compose import build_gateway

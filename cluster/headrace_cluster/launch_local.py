@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from headrace.compose import check_drafter, check_tenants, prepare_model
 from headrace.config import Config, config_to_flat
@@ -91,7 +92,7 @@ def _with_absolute_paths(config: Config) -> Config:
     """Gateways read the tenants file, workers the draft model, and all the TLS files, in processes with other working
     directories."""
     named = {key: path for key, path in asdict(config.network).items() if key.endswith("_file") and path}
-    absolute = {key: str(Path(path).expanduser().absolute()) for key, path in named.items()}
+    absolute: dict[str, Any] = {key: str(Path(path).expanduser().absolute()) for key, path in named.items()}
     config = replace(config, network=replace(config.network, **absolute))
     if config.gateway.tenants_file:
         path = str(Path(config.gateway.tenants_file).expanduser().resolve())

@@ -244,6 +244,7 @@ def write_stream(
 
 async def _cancel_inside(messages: AsyncGenerator[Any, None], coming: "asyncio.Task[Any]") -> None:
     """End the generator by a CancelledError at the await that it stands at; no other way reaches the replica."""
+    outcome: Any
     while True:
         await asyncio.sleep(0)  # a task that has not begun would be cancelled outside the generator
         coming.cancel()

@@ -41,7 +41,7 @@ def set_up_tls(count_refused: Callable[[str], None], *, shown: Callable[[float],
         return HttpsContext(Tls(files), refused=count_refused, shown=shown)
 
     uvicorn.config.create_ssl_context = https_context  # type: ignore[assignment]
-    default_impl.add_grpc_address = open_grpc_port
+    default_impl.add_grpc_address = open_grpc_port  # type: ignore[assignment]
 
 
 def open_grpc_port(server: Any, address: str) -> None:
@@ -81,7 +81,7 @@ def serve_http_options() -> HTTPOptions | None:
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:
         return None
-    options: HTTPOptions = ray.get(controller.get_http_config.remote(), timeout=CONTROLLER_TIMEOUT_S)
+    options: Any = ray.get(controller.get_http_config.remote(), timeout=CONTROLLER_TIMEOUT_S)
     return options
 
 

@@ -9,7 +9,7 @@ Every call also names this process's `Presence`, so that it ends when this proce
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -132,14 +132,14 @@ class RayWorkerCalls:
 
 
 @contextmanager
-def own_request():
+def own_request() -> Iterator[None]:
     """Give a handle call an identity of its own instead of the client request's.
 
     Serve's router finds the pending call that a replica was chosen for by the request's id, which all calls made
     while serving one client request inherit. Two of them at once (two choices, say) would be exchanged and one of
     them would wait for ever.
     """
-    inherited = _serve_request_context.set(_RequestContext())
+    inherited = _serve_request_context.set(_RequestContext())  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -160,7 +160,7 @@ def worker_options(config: Config) -> dict[str, Any]:
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "max_constructor_retry_count": 1,
         "request_router_config": RequestRouterConfig(
-            request_router_class="headrace_cluster.plan_request_router:PlanRequestRouter"
+            request_router_class="headrace_cluster.plan_request_router:PlanRequestRouter"  # type: ignore[arg-type]
         ),
     }
 

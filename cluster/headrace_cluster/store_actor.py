@@ -35,7 +35,7 @@ STORE_STOP_TIMEOUT_S = 10.0
 class StoreActor:
     """Runs a store node for as long as the actor lives."""
 
-    async def __init__(self, settings: dict[str, Any]) -> None:
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         from headrace.compose import build_store_node, node_id
         from headrace.telemetry.logs import set_up_logs
 
@@ -92,7 +92,7 @@ async def ensure_store_actor(config: Config) -> None:
     """Have a store node on this Ray node, starting it when there is none. Returns when it serves. One that is there
     keeps its settings: where they are others than these, the log says which."""
     node_id = ray.get_runtime_context().get_node_id()
-    actor = (
+    actor: Any = (
         ray.remote(StoreActor)
         .options(
             name=STORE_NAME_PREFIX + node_id,

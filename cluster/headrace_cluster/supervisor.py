@@ -16,26 +16,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
+from ray.serve._private.common import ReplicaState
 from ray.serve.schema import LoggingConfig
 
 from headrace.client.prepare_call import CHANNEL_OPTIONS, call_metadata
 from headrace.compose import arena_path, own_disk_path
-from headrace.config import ClusterSettings, Config, GatewaySettings, NetworkSettings, config_to_flat, load_config
-from headrace.core.errors import ConfigInvalid, HeadraceError
+from headrace.config import ClusterSettings, Config, NetworkSettings, config_to_flat, load_config
+from headrace.core.errors import HeadraceError
 from headrace.index.embedded_valkey import EmbeddedValkey, EmbeddedValkeyFailed
 from headrace.telemetry.logs import set_up_logs
 from headrace.transfer.channels import open_blocking_channel
 from headrace.transfer.check_network import is_loopback, name_to_call
 from headrace.transfer.tls_files import tls_of_client
 from headrace.wire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from headrace_cluster.hold_port import hold_port
 from headrace_cluster.local_instance import CONFIG_FILE, PROGRESS_FILE, InstanceState, write_state
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS, REPLICA_CPUS, SHUTDOWN_GRACE_S, build_app
 from headrace_cluster.store_actor import stop_store_actors
@@ -54,9 +57,7 @@ FIRST_GENERATE_TIMEOUT_S = 60.0
 # Ray's object store carries nothing of ours (KV blocks go through the arena); this is Ray's own minimum.
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 # A line for each request would fill the log without end; metrics count requests.
-RUN_OPTIONS = {"route_prefix": "/", "logging_config": LoggingConfig(enable_access_log=False)}
-# Ports tried after a default one that is taken.
-PORTS_TRIED = 50
+RUN_OPTIONS: dict[str, Any] = {"route_prefix": "/", "logging_config": LoggingConfig(enable_access_log=False)}
 
 
 class Stopped(BaseException):
@@ -218,7 +219,7 @@ class Supervisor:
         self._say(f"started {part}")
         self._record(started=(*self._state.started, part), **known)
 
-    def _record(self, **known: object) -> None:
+    def _record(self, **known: Any) -> None:
         self._state = replace(self._state, **known)
         write_state(self._state_dir, self._state)
 
@@ -277,9 +278,10 @@ def replicas_missing() -> str:
         raise StartFailed(last_error(messages[0]))
     if app.status == "RUNNING":
         return ""
+    states = {name: deployment.replica_states for name, deployment in sorted(app.deployments.items())}
     counts = ", ".join(
-        f"{name} {deployment.replica_states.get('RUNNING', 0)} of {sum(deployment.replica_states.values()) or '?'}"
-        for name, deployment in sorted(app.deployments.items())
+        f"{name} {by_state.get(ReplicaState.RUNNING, 0)} of {sum(by_state.values()) or '?'}"
+        for name, by_state in states.items()
     )
     return counts or "the deployments to be created"
 
@@ -340,51 +342,6 @@ def last_error(message: str) -> str:
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Refused|Invalid|Failed|Unavailable)\b", line)]
     line = (errors or lines or ["it gave no reason"])[-1].strip()
     return re.sub(r"^(\w+\.)+(?=\w+:)", "", line)
-
-
-def can_bind(host: str, port: int) -> bool:
-    """Whether the port is free on that address ("" for all of them)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
-
-
-def hold_port(key: str, host: str, wanted: int) -> socket.socket:
-    """The wanted port; another one when it was left to us (0) or is a default that is taken. Raises ConfigInvalid."""
-    if wanted == 0:
-        return hold_free_port(host)
-    is_default = wanted == getattr(GatewaySettings(), key)
-    for port in range(wanted, wanted + (PORTS_TRIED if is_default else 1)):
-        with suppress(OSError):
-            return hold_free_port(host, port)
-    if is_default:
-        raise ConfigInvalid(key, f"ports {wanted}..{wanted + PORTS_TRIED - 1} are taken; choose another or 0")
-    raise ConfigInvalid(key, f"port {wanted} is taken; choose another or 0 for any free one")
-
-
-def hold_free_port(host: str, port: int = 0) -> socket.socket:
-    """This port, or any free one (0), which nobody else gets while it is open: for Serve's proxies, which start seconds
-    later, and again whenever one dies. They share it, as they set SO_REUSEPORT, too; without listening this takes none
-    of their connections. Raises OSError when it is taken."""
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        try:
-            held.bind((host, port))  # without sharing yet: of two that come at the same moment one gets it
-        except OSError:
-            if port == 0 or not can_bind(host, port):
-                raise
-            # Nobody has it, but connections of an earlier proxy are still ending there. Who shares it may bind.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((host, port))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    except OSError:
-        held.close()
-        raise
-    return held
 
 
 def stop_on_sigterm() -> None:

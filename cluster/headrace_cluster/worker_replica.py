@@ -63,7 +63,7 @@ class TtlCall:
 class WorkerReplica:
     """One worker. Which calls it takes is its role's matter; a worker of role BOTH takes both kinds."""
 
-    async def __init__(self, settings: dict[str, Any], role: str) -> None:
+    async def __init__(self, settings: dict[str, Any], role: str) -> None:  # type: ignore[misc]  # Serve awaits it
         from headrace.compose import build_worker
         from headrace.telemetry.logs import set_up_logs
 

@@ -30,11 +30,11 @@ from headrace.client.client import HeadraceClient
 from headrace.client.values import COLD, CacheOptions, Sampling
 from headrace.core.errors import HeadraceError
 from headrace.wire.v1 import inference_pb2
+from headrace_cluster.hold_port import hold_free_port
 from headrace_cluster.local_instance import INSTANCE_VARIABLE, processes_of
 from headrace_cluster.proxy_http import CALLBACK, CALLBACK_VARIABLE
 from headrace_cluster.serve_app import APP_NAME, GRPC_SERVICER_FUNCTIONS
 from headrace_cluster.store_actor import stop_store_actors
-from headrace_cluster.supervisor import hold_free_port
 
 CONFIG = yaml.safe_load((Path(headrace_cluster.__file__).parent / "serve_config.yaml").read_text(encoding="utf-8"))
 WORKER_TITLE = "ray::ServeReplica:headrace:DecodeWorker"

@@ -1,5 +1,6 @@
 """The files of `deploy/` are what Ray and Headrace take, and fit each other. No cloud is at hand: nothing starts."""
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -89,6 +90,23 @@ def test_the_commands_that_the_files_tell_to_type_exist():
             check_options({"ray": ray_cli, "serve": serve_cli}[program], words)
         for word in (word for word in words if word.startswith("deploy/") and "." in Path(word).name):
             assert (ROOT / word).exists() or (ROOT / f"{word}.example").exists(), word
+
+
+def test_the_commands_that_the_page_on_ray_tells_to_type_exist():
+    """Fails when Ray renames an option, or a module that is to be run is gone."""
+    page = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
+    lines = [
+        line for block in re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for line in block.splitlines()
+    ]
+    told = [shlex.split(line, comments=True) for line in lines if re.search(r"\b(ray start|serve|python -m) ", line)]
+    assert len(told) == 8
+    for words in told:
+        if "python" in words:
+            assert importlib.util.find_spec(words[-1]) is not None, words
+        else:
+            check_options({"ray": ray_cli, "serve": serve_cli}[words[0]], words[1:])
+        for word in (word for word in words if word.startswith("cluster/")):
+            assert (ROOT / word).exists(), word
 
 
 def test_the_environment_is_what_headrace_and_serve_read():

@@ -6,7 +6,8 @@ import pytest
 
 from headrace.config import GatewaySettings
 from headrace.core.errors import ConfigInvalid
-from headrace_cluster.supervisor import can_bind, hold_free_port, hold_port, last_error
+from headrace_cluster.hold_port import can_bind, hold_free_port, hold_port
+from headrace_cluster.supervisor import last_error
 
 REMOTE = """The deployment failed to start 1 times in a row. Error:
 \x1b[36mray::ServeReplica:headrace:DecodeWorker.initialize_and_get_metadata()\x1b[39m (pid=1, ip=10.0.0.1)
