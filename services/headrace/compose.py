@@ -310,7 +310,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
     from headrace.gateway.service import Backend, GatewayService
     from headrace.gateway.tenants_file import TenantsFile
     from headrace.index.redis_membership import RedisMembership
-    from headrace.telemetry.gateway_metrics import RouteMetrics
+    from headrace.telemetry.gateway_metrics import GatewayMetrics
     from headrace.telemetry.metered_ports import MeteredWorkerCalls
     from headrace.telemetry.metrics import Metrics
     from headrace.telemetry.traced_ports import TracedBlockIndex, TracedWorkerCalls
@@ -328,7 +328,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
     for close in (membership.close, channels.close):
         parts.push_async_callback(close)
     metrics_port = _serve_metrics(config, metrics, parts)
-    observer, tenants_file = RouteMetrics(metrics), config.gateway.tenants_file
+    observer, tenants_file = GatewayMetrics(metrics), config.gateway.tenants_file
     backend = Backend(
         index=mirror if tracing is None else TracedBlockIndex(mirror, tracing=tracing),
         membership=membership,

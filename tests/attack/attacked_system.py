@@ -27,7 +27,7 @@ from headrace.gateway.openai_http import build_http_app
 from headrace.gateway.serve_grpc import serve_grpc
 from headrace.gateway.tenants_file import TenantsFile
 from headrace.store.service import StoreNodeService
-from headrace.telemetry.gateway_metrics import RouteMetrics
+from headrace.telemetry.gateway_metrics import GatewayMetrics
 from headrace.telemetry.metrics import Metrics
 from headrace.transfer.channels import Channels
 from headrace.transfer.https_context import HttpsContext
@@ -120,7 +120,7 @@ async def attacked_system(model_path: str, directory: Path):
                 model_path=model_path,
                 settings=GatewaySettings(local_prefill_tokens=8, hash_algorithm=HashAlgorithm.SHA256),
                 keys=TenantsFile(directory / "tenants.yaml"),
-                requests=RouteMetrics(gateway_metrics),
+                requests=GatewayMetrics(gateway_metrics),
             )
         )
         await gateway.service.tokenizers.get(model_path, deadline=Deadline.after(120, clock))

@@ -28,10 +28,11 @@ from headrace.gateway.merge_streams import merge_streams
 from headrace.gateway.openai_replies import EventStream, NumberedEvent, collect_reply, read_opening
 from headrace.gateway.service import GatewayEvent, GatewayService
 from headrace.gateway.until_disconnect import ClientDisconnected, until_disconnect
+from headrace.gateway.worker_table import ServedModel
 from headrace.telemetry.request_context import TRACEPARENT, within_callers_trace
 from headrace.wire.openai_body import OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
 from headrace.wire.openai_fields import JsonObject
-from headrace.wire.openai_reply import render_error, render_model
+from headrace.wire.openai_reply import Json, render_error, render_model
 from headrace.wire.status import http_headers, status_of
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class _Api:
         self._service = service
         self._metrics_text = metrics_text
         self._keyless_at_home = keyless_at_home
+        self._began_unix_s = service.clock.unix_ms() // 1000
 
     def _caller(self, request: Request) -> Tenant:
         """Who asks. Raises Unauthenticated, InvalidRequest, before anything of the request's body is read."""
@@ -101,12 +103,7 @@ class _Api:
 
     async def list_models(self, request: Request) -> Response:
         self._caller(request)
-        created_unix_s = self._service.clock.unix_ms() // 1000
-        models = [
-            render_model(m.name, created_unix_s=created_unix_s, context_tokens_max=m.tokens_max)
-            for m in self._service.models()
-        ]
-        return JSONResponse({"object": "list", "data": models})
+        return JSONResponse({"object": "list", "data": [self._entry(model) for model in self._service.models()]})
 
     async def get_model(self, request: Request) -> Response:
         self._caller(request)
@@ -114,10 +111,10 @@ class _Api:
         found = next((m for m in models if m.name == name), None)
         if found is None:
             raise UnknownModel(name, [m.name for m in models])
-        created_unix_s = self._service.clock.unix_ms() // 1000
-        return JSONResponse(
-            render_model(found.name, created_unix_s=created_unix_s, context_tokens_max=found.tokens_max)
-        )
+        return JSONResponse(self._entry(found))
+
+    def _entry(self, model: ServedModel) -> Json:
+        return render_model(model.name, created_unix_s=self._began_unix_s, context_tokens_max=model.tokens_max)
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, parse_chat_body, chat=True)

@@ -1,4 +1,5 @@
-"""What the gateway tells of its routing, as metrics: implements `gateway/router.py`'s RouteObserver."""
+"""What a gateway tells of its routing and of its clients' requests, as metrics: implements `gateway/router.py`'s
+RouteObserver and `gateway/goodput.py`'s RequestObserver."""
 
 from headrace.core.decision import PlanReason
 from headrace.core.errors import HeadraceError
@@ -7,8 +8,9 @@ from headrace.telemetry.metrics import RECOVERY_KINDS, REFUSAL_REASONS, REQUEST_
 from headrace.telemetry.refused_calls import reason_of
 
 
-class RouteMetrics:
-    """Counts decisions, recoveries, the time to each request's first token, and the tokens of what ended well."""
+class GatewayMetrics:
+    """Counts decisions, recoveries, the time to each request's first token, the tokens of what ended well, and how each
+    request and each refused call ended."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -28,7 +28,7 @@ from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_ke
 from headrace.gateway.audit_log import RefusalLog, audited_change
 from headrace.gateway.carry_out import carry_out
 from headrace.gateway.openai_http import build_http_app
-from headrace.telemetry.gateway_metrics import RouteMetrics
+from headrace.telemetry.gateway_metrics import GatewayMetrics
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.refused_calls import REFUSED_CALLS
 from headrace.wire.v1 import admin_pb2
@@ -262,7 +262,7 @@ async def test_refused_keys_leave_lines_and_counts_over_both_apis_and_no_key_is_
     """Fails when somebody who tries keys is not seen, or what was tried is written down."""
     caplog.set_level("INFO")
     metrics, wrong = Metrics(), "hr-" + "x" * 40
-    options = {"key_ring": RING, "requests": RouteMetrics(metrics)}
+    options = {"key_ring": RING, "requests": GatewayMetrics(metrics)}
     async with admin_over(model_path, **options) as admin:
         transport = httpx.ASGITransport(build_http_app(admin.gateway.service), client=("192.0.2.7", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
@@ -322,5 +322,5 @@ def test_somebody_who_tries_keys_by_the_thousand_leaves_one_line_a_second(caplog
 def test_every_refusal_is_counted_under_one_known_reason(error, reason):
     assert reason in REFUSED_CALLS
     metrics = Metrics()
-    RouteMetrics(metrics).call_refused(error)
+    GatewayMetrics(metrics).call_refused(error)
     assert metrics.registry.get_sample_value("headrace_refused_calls_total", {"reason": reason}) == 1

@@ -12,7 +12,7 @@ from headrace.core.errors import InvalidRequest, Overloaded, WorkerUnavailable
 from headrace.core.tenants import EVERYBODY
 from headrace.gateway.accepted import Accepted
 from headrace.gateway.goodput import LatencyTargets, RequestOutcome, RequestTimes, observed_request
-from headrace.telemetry.gateway_metrics import RouteMetrics
+from headrace.telemetry.gateway_metrics import GatewayMetrics
 from headrace.telemetry.metrics import REFUSAL_REASONS, REQUEST_OUTCOMES, Metrics
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
@@ -86,7 +86,7 @@ def test_the_metrics_know_every_outcome():
 async def test_the_gateway_counts_good_requests_and_late_ones_apart(model_path):
     """Fails when requests are not timed, or a client that closes after the last event counts as one that left."""
     metrics, clock = Metrics(), HandClock()
-    options = {"model_path": model_path, "requests": RouteMetrics(metrics), "clock": clock}
+    options = {"model_path": model_path, "requests": GatewayMetrics(metrics), "clock": clock}
     request = ClientRequest(
         model="tiny", prompt=TokenPrompt((1, 2, 3)), sampling=SamplingOptions(max_tokens=3), choices=2
     )

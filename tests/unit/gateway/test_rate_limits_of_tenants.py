@@ -11,7 +11,7 @@ from headrace.core.rate_limits import RateLimits
 from headrace.core.tenants import Tenant
 from headrace.gateway.admit_request import Body
 from headrace.gateway.merge_streams import merge_streams
-from headrace.telemetry.gateway_metrics import RouteMetrics
+from headrace.telemetry.gateway_metrics import GatewayMetrics
 from headrace.telemetry.metrics import Metrics
 from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
 
@@ -34,7 +34,7 @@ async def collect(gateway, request, tenant):
 async def test_a_tenant_beyond_its_requests_is_refused_and_counted_and_others_are_served(model_path):
     """Fails when rates are not looked at, hold for all tenants together, or are not counted by tenant and reason."""
     metrics, tenant = Metrics(), limited(requests_per_minute=1)
-    options = {"model_path": model_path, "requests": RouteMetrics(metrics)}
+    options = {"model_path": model_path, "requests": GatewayMetrics(metrics)}
     async with tiny_gateway(make_worker_record("d0"), **options) as gateway:
         await collect(gateway, ask(), tenant)
         with pytest.raises(RateLimited) as refusal:

@@ -37,7 +37,7 @@ from headrace.core.generation import (
 )
 from headrace.core.members import NO_MATCH
 from headrace.core.ports import Lease, Reservation
-from headrace.telemetry.gateway_metrics import RouteMetrics
+from headrace.telemetry.gateway_metrics import GatewayMetrics
 from headrace.telemetry.metered_ports import (
     MeteredBlockIndex,
     MeteredBlockSink,
@@ -124,7 +124,7 @@ def test_cached_tokens_by_source_sum_exactly_to_the_hits_and_to_each_prompts_cac
     metrics = Metrics()
     shares = [CachedTokens(), CachedTokens(device=8, shared_memory=4), CachedTokens(grpc=16), CachedTokens(4, 4, 4)]
     for share in shares:
-        RouteMetrics(metrics).finished(finished(share).usage, reads_cache=True)
+        GatewayMetrics(metrics).finished(finished(share).usage, reads_cache=True)
     by_source = {s: value(metrics, "headrace_cached_tokens_total", source=s) for s in CacheSource}
     assert by_source == {"device": 12, "shared_memory": 8, "grpc": 20}
     assert sum(by_source.values()) == sum(share.total for share in shares)
@@ -134,7 +134,7 @@ def test_cached_tokens_by_source_sum_exactly_to_the_hits_and_to_each_prompts_cac
 
 def test_a_request_that_may_not_read_the_cache_is_neither_query_nor_hit():
     metrics = Metrics()
-    RouteMetrics(metrics).finished(finished(CachedTokens()).usage, reads_cache=False)
+    GatewayMetrics(metrics).finished(finished(CachedTokens()).usage, reads_cache=False)
     assert value(metrics, "headrace_prefix_cache_queries_total") == 0
 
 
@@ -160,7 +160,7 @@ async def test_closing_a_stream_closes_the_worker_and_counts_a_cancel_only_when_
 
 def test_routing_is_counted_under_bounded_reasons_and_kinds():
     metrics = Metrics()
-    observed = RouteMetrics(metrics)
+    observed = GatewayMetrics(metrics)
     observed.decided(PlanReason.MATCH)
     observed.recovered("new_attempt")
     observed.first_token(0.25)
