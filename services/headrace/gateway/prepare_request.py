@@ -28,6 +28,7 @@ async def prepare_request(
     Raises as `tokenize_prompt`, ContextExceeded for more output than fits, InvalidRequest for a priority that the
     tenant may not have.
     """
+    priority, cache = settle_priority(request.priority, tenant), settle_retention(request.cache, tenant)
     token_ids = await tokenize_prompt(
         request.prompt, model_path=served.model_path, room=served.room, tokenizers=tokenizers, deadline=deadline
     )
@@ -42,12 +43,12 @@ async def prepare_request(
         model=served.name,
         prompt=prompt,
         sampling=sampling,
-        cache=settle_retention(request.cache, tenant),
+        cache=cache,
         trust_group=tenant.trust_group,
         cache_salt=request.cache_salt,
         decode_worker=request.decode_worker,
         prefill_worker=request.prefill_worker,
-        priority=settle_priority(request.priority, tenant),
+        priority=priority,
     )
     seeds = [(sampling.seed + choice) % 2**64 for choice in range(request.choices)]
     return [replace(whole, sampling=replace(sampling, seed=seed)) for seed in seeds]

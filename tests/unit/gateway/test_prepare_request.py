@@ -20,7 +20,7 @@ from headrace.gateway.prepare_request import (
     settle_sampling,
 )
 from headrace.gateway.worker_table import ServedModel
-from headrace.wire.client_request import ClientRequest, SamplingOptions, TokenPrompt
+from headrace.wire.client_request import ClientRequest, SamplingOptions, TextPrompt, TokenPrompt
 
 
 @pytest.mark.parametrize(("num_tokens", "num_runs"), [(9, 0), (HASHED_ON_LOOP_TOKENS_MAX + 1, 1)])
@@ -39,6 +39,22 @@ async def test_a_long_prompt_is_hashed_off_the_loop(model_path, num_tokens, num_
     assert one.prompt == hash_for(make_namespace(), (5,) * num_tokens)
     assert (one.request_id, one.prompt) == (two.request_id, two.prompt)
     assert (one.sampling.seed, two.sampling.seed) == (7, 8)
+
+
+async def test_who_may_not_have_a_priority_has_no_work_done_for_it(model_path):
+    """Fails when a request that is refused whatever it says is tokenised first."""
+    tokenizers = CountingTokenizers()
+    served = ServedModel("tiny", make_namespace(), model_path, 100, (make_worker_record("d0"),), suspects=frozenset())
+    with pytest.raises(InvalidRequest, match="the highest for tenant a"):
+        await prepare_request(
+            ClientRequest("tiny", TextPrompt("hello"), priority=1),
+            Tenant("a", "tenant:a"),
+            served,
+            tokenizers=tokenizers,
+            deadline=Deadline.after(120, SystemClock()),
+        )
+    tokenizers.close()
+    assert not tokenizers.threads
 
 
 def test_salts_narrow_and_cannot_be_spelled_as_another_group():
