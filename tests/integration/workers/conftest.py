@@ -30,7 +30,7 @@ from headrace.core.generation import (
     TokenDelta,
     WorkerId,
 )
-from headrace.core.members import StoreNodeRecord, WorkerRole
+from headrace.core.members import MemberRecord, StoreNodeRecord, WorkerRole
 from headrace.core.ports import Membership
 from headrace.decode.decode_tokens import decode_tokens
 from headrace.engine.drafter import Drafter
@@ -88,6 +88,19 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedModel]:
         )
         for _ in range(3)
     ]
+
+
+class LastingMembership:
+    """A Membership whose records outlive any pause that a busy machine makes: what is tested here is not liveness."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    async def announce(self, record: MemberRecord, *, ttl_ms: int) -> bool:
+        return await self._membership.announce(record, ttl_ms=100 * ttl_ms)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._membership, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +261,7 @@ async def make_worker(
             engine,
             nodes=table,
             node_table=table,
-            membership=members or membership,
+            membership=LastingMembership(members or membership),
             clock=CLOCK,
             report_fault=faults.append,
             load_patience_ms=load_patience_ms,
@@ -281,7 +294,7 @@ async def store_node(membership: MemoryMembership, tmp_path: Path) -> AsyncItera
     service = StoreNodeService(
         StoreSettings(node_id="node-1", arena_mb=8, arena_dir=str(tmp_path)),
         index=MemoryIndex(membership),
-        membership=membership,
+        membership=LastingMembership(membership),
         clock=CLOCK,
     )
     record: StoreNodeRecord = await service.start()

@@ -23,9 +23,10 @@ from headrace.core.generation import (
     PrefillResult,
     WorkerId,
 )
-from headrace.core.members import MemberRecord, WorkerRecord, WorkerRole
-from headrace.core.ports import Membership
+from headrace.core.members import WorkerRecord, WorkerRole
 from headrace.engine.load_model import LoadedModel
+
+from .conftest import LastingMembership
 
 BLOCK_TOKENS = 8
 
@@ -106,19 +107,6 @@ async def running_collector() -> AsyncIterator[tuple[Collector, str]]:
     finally:
         collector.takes.set()
         await server.stop(None)
-
-
-class LastingMembership:
-    """A Membership whose records outlive any pause that a busy machine makes: what is tested here is not liveness."""
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    async def announce(self, record: MemberRecord, *, ttl_ms: int) -> bool:
-        return await self._membership.announce(record, ttl_ms=100 * ttl_ms)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._membership, name)
 
 
 class CallsHere:
