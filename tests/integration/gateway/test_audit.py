@@ -9,6 +9,7 @@ import httpx
 import pytest
 from admin_kit import admin_over, store_text
 from hand_clock import HandClock
+from tiny_gateway import until
 
 from headrace.core.errors import (
     ContextExceeded,
@@ -168,6 +169,31 @@ def test_a_change_leaves_one_line_that_says_how_it_ended(caplog, ended):
     (line,) = lines_of(caplog)
     assert (line["ended"], line["effect"]) == (ended, {"blocks": 2})
     assert "a bug" not in caplog.text, "what is not ours is told in the log of errors, with its stack"
+
+
+async def test_an_eviction_whose_caller_left_is_done_and_leaves_its_line(model_path, caplog):
+    """Fails when a caller that leaves has the change cut short, or nothing written down of it."""
+    caplog.set_level("INFO", "headrace.audit")
+    begun, may_end = asyncio.Event(), asyncio.Event()
+    async with admin_over(model_path, "n1", key_ring=RING) as admin:
+        store_text(admin.kits["n1"], TEXT, group=USER.trust_group)
+        evict = admin.gateway.calls.evict_device
+
+        async def gated(*args, **options):
+            begun.set()
+            await may_end.wait()
+            return await evict(*args, **options)
+
+        admin.gateway.calls.evict_device = gated
+        call = admin.stub.Evict(admin_pb2.EvictRequest(selector=PREFIX), metadata=as_(OPERATOR))
+        await begun.wait()
+        call.cancel()
+        await admin.stub.Status(admin_pb2.StatusRequest(), metadata=as_(OPERATOR))  # comes after it on the connection
+        may_end.set()
+        await until(lambda: lines_of(caplog))
+        (line,) = lines_of(caplog)
+        assert (line["what"], line["ended"], line["effect"]["holders"]["node:n1"]) == ("evict", "done", 1)
+        assert admin.kits["n1"].node.stat().committed_blocks == 3
 
 
 async def test_a_change_that_fails_after_its_caller_left_leaves_its_line(caplog):
