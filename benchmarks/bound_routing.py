@@ -1,9 +1,11 @@
 """What any router could reach on a trace: TTFT if it knew everything, with a pool of this size and with an endless one.
 
-    python benchmarks/bound_routing.py --traces DIR [--trace NAME ...] [--profile P] [--load L] [--seeds N]
+    python benchmarks/bound_routing.py --traces DIR [--trace NAME ...] [--profile P] [--load L] [--seeds N] [--router R]
 
 DIR is as for compare_routers.py, and so are traces, loads and seeds: rows of the two can be put side by side. Profiles
-with separate prefill and decode workers only. Takes seconds. Each row is an easier world than the simulated one:
+with separate prefill and decode workers only. Takes half a minute, as long again for each seed of `--router`, which is
+simulated to see what it found: its last row says what waiting and transfers cost it. Each row is an easier world than
+the simulated one:
 
     one queue       no prompt is at the wrong worker: all wait together, and whoever is free takes one
     free fetches    what a store has is at every worker, at no time and no cost
@@ -32,7 +34,8 @@ from headrace.simulate.cluster_model import ClusterModel, read_cluster
 from headrace.simulate.read_trace import Trace, TracedRequest
 from headrace.simulate.replay_eviction import replay_policy
 from headrace.simulate.replay_routing import scale_to_load
-from headrace.simulate.simulated_fleet import SimulatedRequest
+from headrace.simulate.routing_policies import NAMED_POLICIES
+from headrace.simulate.simulated_fleet import SimulatedFleet, SimulatedRequest
 
 # Share of the prompts that the third order makes wait for all others.
 LONGEST_SHARE = 0.1
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--profile", default="h100-8b-pd-pool")
     parser.add_argument("--load", type=float, default=0.9)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--router", choices=tuple(NAMED_POLICIES))
     asked = parser.parse_args()
     model = read_cluster(asked.profile)
     if model.mixed_workers:
@@ -57,13 +61,13 @@ def main() -> None:
         ]
         print(f"{name}, {asked.profile}, load {asked.load:g}, median of {asked.seeds} seeds")
         print(f"  {'':58} {'p50':>6} {'p90':>6} {'found':>6}")
-        for row in zip(*(bounds(requests, trace, model) for requests in loads), strict=True):
+        for row in zip(*(bounds(requests, trace, model, router=asked.router) for requests in loads), strict=True):
             p50, p90, found = (median(column) for column in zip(*(figures for _, figures in row), strict=True))
             print(f"  {row[0][0]:58} {p50:6.2f} {p90:6.2f} {found:6.1%}")
 
 
 def bounds(
-    requests: Sequence[SimulatedRequest], trace: Trace, model: ClusterModel
+    requests: Sequence[SimulatedRequest], trace: Trace, model: ClusterModel, *, router: str | None = None
 ) -> list[tuple[str, tuple[float, float, float]]]:
     """(world, (TTFT p50 and p90 in seconds, share found of what an endless cache finds)), easiest first."""
     lengths = np.array([each.input_tokens for each in requests])
@@ -96,6 +100,8 @@ def bounds(
         worlds.append(("one queue, all host memory as one store", kept(pool_tokens), True))
         prefillers_tokens = len(model.prefillers) * model.host_tokens
         worlds.append(("one queue, prefill workers' host memory as one store", kept(prefillers_tokens), True))
+    if router is not None:
+        worlds.append((f"one queue, what {router} found", found_by(router, requests, trace, model), True))
     last_block_s = float(model.network.seconds(trace.block_tokens * model.kv_token_bytes))
     after_prefill_s = last_block_s + step_seconds(requests, model)
     rows = []
@@ -103,6 +109,20 @@ def bounds(
         p50, p90 = ttft_percentiles(requests, found, model, after_prefill_s=after_prefill_s, waits=waits)
         rows.append((name, (p50, p90, float(found.sum() / ideal.sum()))))
     return rows
+
+
+def found_by(router: str, requests: Sequence[SimulatedRequest], trace: Trace, model: ClusterModel) -> np.ndarray:
+    """Leading tokens of each prompt that this router found, where workers and stores are simulated."""
+    policy = NAMED_POLICIES[router]
+    fleet = SimulatedFleet(
+        model,
+        block_tokens=trace.block_tokens,
+        order=policy.order,
+        keeps_chains_together=policy.keeps_chains_together,
+    )
+    outcomes = fleet.run(requests, policy(fleet).route)
+    in_order = sorted(outcomes, key=lambda outcome: outcome.request.number)
+    return np.array([outcome.device_tokens + outcome.host_tokens for outcome in in_order])
 
 
 def ttft_percentiles(

@@ -51,8 +51,8 @@ def test_each_world_is_easier_than_the_next_and_all_are_easier_than_what_is_simu
     shape = WorkloadShape(prefixes=8, prefix_tokens=2_048, turn_tokens=2_000, output_tokens=50, turns=5, gap_s=20)
     trace = generate_trace(Workload.MULTI_TURN, requests=300, seed=2, shape=shape)
     requests = scale_to_load(trace, model, load=0.9, tick_s=0.0, seed=0)
-    worlds = bound_routing.bounds(requests, trace, model)
-    alone, endless, knowing, store, pool, prefillers = (figures for _, figures in worlds)
+    worlds = bound_routing.bounds(requests, trace, model, router="headrace")
+    alone, endless, knowing, store, pool, prefillers, as_found = (figures for _, figures in worlds)
     for easier, harder in ((alone, endless), (endless, knowing), (store, pool), (pool, prefillers)):
         assert easier[1] <= harder[1] * 1.001
         assert easier[2] >= harder[2]
@@ -60,4 +60,7 @@ def test_each_world_is_easier_than_the_next_and_all_are_easier_than_what_is_simu
     for name in ("headrace", "mooncake-together", "least-work-together"):
         found = replay_routing(requests, model, NAMED_POLICIES[name], block_tokens=trace.block_tokens, load=0.9)
         assert found.ttft_s_p90 >= endless[1]
+        if name == "headrace":
+            assert found.ttft_s_p90 >= as_found[1]
+            assert found.hit_share_of_ideal == pytest.approx(as_found[2])
         assert found.hit_share_of_ideal <= 1.0
