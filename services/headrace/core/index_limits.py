@@ -129,10 +129,12 @@ INDEX_RETRY_MS_MAX = 2_000
 # How often a store node looks for index entries of dead holders, and how many of them a step removes. While steps find
 # some they follow each other, with a rest this many times as long as a step. An entry takes the node 40 us and Redis 25
 # (measured on two busy cores): a step is a quarter of a second, a million entries are gone in six minutes, and one node
-# takes 8 % of Redis's time meanwhile. Many nodes together slow Redis down, and thereby themselves.
+# takes 8 % of Redis's time meanwhile. Eight nodes together are as much as it should have to do for this; of more, each
+# rests longer.
 INDEX_SWEEP_MS = 30_000
 INDEX_SWEEP_ENTRIES = 4_096
 INDEX_SWEEP_REST = 4
+INDEX_SWEEPERS_MAX = 8
 
 # How often a store node registers all that it holds again, for a Redis that evicts entries by itself and tells nobody:
 # at most this often, and no more blocks a second than this. 200 a second are 0.4 commands of less than 1 ms, 0.04 % of

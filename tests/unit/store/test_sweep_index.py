@@ -7,7 +7,7 @@ from virtual_loop import VirtualClock, run_virtual
 
 from headrace.core.block import BlockHash, HolderId, NamespaceId, Tier
 from headrace.core.errors import IndexUnavailable
-from headrace.core.index_limits import INDEX_SWEEP_ENTRIES, INDEX_SWEEP_MS, INDEX_SWEEP_REST
+from headrace.core.index_limits import INDEX_SWEEP_ENTRIES, INDEX_SWEEP_MS, INDEX_SWEEP_REST, INDEX_SWEEPERS_MAX
 from headrace.core.members import StoreNodeRecord
 from headrace.index.memory_index import MemoryIndex, MemoryMembership
 from headrace.store.sweep_index import sweep_index
@@ -43,10 +43,11 @@ class WatchedIndex(MemoryIndex):
         return sum(holder in holders for holders in self._entries.values())
 
 
-async def watched(clock: VirtualClock) -> tuple[WatchedIndex, "asyncio.Task[None]"]:
-    """An index that one live node sweeps."""
+async def watched(clock: VirtualClock, *, nodes: int = 1) -> tuple[WatchedIndex, "asyncio.Task[None]"]:
+    """An index that one of so many live nodes sweeps."""
     membership = MemoryMembership(clock)
-    await membership.announce(StoreNodeRecord("live", 1, "h", "a", "p", 1), ttl_ms=10**9)
+    for node_id in ("live", *map(str, range(1, nodes))):
+        await membership.announce(StoreNodeRecord(node_id, 1, "h", "a", "p", 1), ttl_ms=10**9)
     index = WatchedIndex(membership, clock)
     return index, asyncio.ensure_future(sweep_index(index, membership, clock=clock))
 
@@ -71,6 +72,21 @@ def test_what_a_dead_node_left_goes_in_one_run_of_bounded_steps() -> None:
         rests = [later - earlier - STEP_S for (earlier, _), (later, _) in pairwise(index.steps)]
         assert {round(rest, 6) for rest in rests} == {STEP_S * INDEX_SWEEP_REST}
         assert round(index.steps[0][0] - began_s, 6) == INDEX_SWEEP_MS / 1_000
+        await ended(sweeping)
+
+    run_virtual(main, seed=1, stalls=0.0)
+
+
+def test_nodes_of_a_large_fleet_rest_longer() -> None:
+    """Fails when a hundred nodes that sweep at the same time keep Redis from all else."""
+
+    async def main(clock: VirtualClock) -> None:
+        index, sweeping = await watched(clock, nodes=3 * INDEX_SWEEPERS_MAX)
+        await index.hold(DEAD, INDEX_SWEEP_ENTRIES + 5)
+        await asyncio.sleep(2 * INDEX_SWEEP_MS / 1_000 - 1)
+        rests = [later - earlier - STEP_S for (earlier, _), (later, _) in pairwise(index.steps)]
+        assert {round(rest, 6) for rest in rests} == {STEP_S * INDEX_SWEEP_REST * 3}
+        assert index.entries(DEAD) == 0
         await ended(sweeping)
 
     run_virtual(main, seed=1, stalls=0.0)
