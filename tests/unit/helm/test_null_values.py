@@ -1,5 +1,7 @@
 """What an operator takes away with `null`, which Helm understands as: no such key."""
 
+import json
+from functools import cache
 from typing import Any
 
 import kubernetes_validate
@@ -21,7 +23,6 @@ from rendered_chart import (
     size,
 )
 
-LOADER = yaml.CSafeLoader
 KUBERNETES_OWN = ("v1", "apps/v1", "batch/v1", "policy/v1", "networking.k8s.io/v1")
 VALUES_TEXT = (CHART / "values.yaml").read_text(encoding="utf-8")
 BASES: dict[str, Values] = {"defaults": {}, "everything": merged(EVERYTHING, EXTERNAL_REDIS)}
@@ -53,10 +54,22 @@ def test_null_takes_a_value_away_or_is_refused_by_name(path: str, base: str):
             return
         raise
     assert not any(none in text for text in texts.values() for none in ("<no value>", "<nil>", "%!"))
-    documents = [each for name, text in texts.items() if "NOTES" not in name for each in yaml.load_all(text, LOADER)]
-    for manifest in filter(None, documents):
-        if manifest["apiVersion"] in KUBERNETES_OWN:
-            kubernetes_validate.validate(manifest, "1.33", strict=True)
+    for document in documents(texts) - documents(base_texts(base)):
+        if any(f'"apiVersion": "{own}"' in document for own in KUBERNETES_OWN):
+            kubernetes_validate.validate(json.loads(document), "1.33", strict=True)
+
+
+def documents(texts: dict[str, str]) -> set[str]:
+    """The objects of a render, each as JSON."""
+    found = [
+        each for name, text in texts.items() if "NOTES" not in name for each in yaml.load_all(text, yaml.CSafeLoader)
+    ]
+    return {json.dumps(each) for each in found if each}
+
+
+@cache
+def base_texts(base: str) -> dict[str, str]:
+    return render_text(BASES[base])
 
 
 def test_pods_without_resources_have_no_bounds_but_their_gpus():
