@@ -187,6 +187,8 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
         return False
 
     async def ListBlocks(self, request, context):
+        if self.failure is not None:
+            await _refuse(context, self.failure)
         entries = [
             admin_pb2.BlockEntry(
                 namespace=NAMESPACE,

@@ -1,5 +1,6 @@
 """`headrace cache show` and `cache why-miss`: one block on every holder, and why a prompt was not found."""
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -23,6 +24,9 @@ from headrace.admin.terminal import (
     unix_ms_now,
 )
 from headrace.client import BlockEntry, MissExplanation, Prompt, Selector
+from headrace.core.errors import InvalidRequest
+
+PART_OF_A_HASH = re.compile(r"[0-9a-f]{4,}")
 
 
 @click.command("show", short_help="Show one block on every holder.")
@@ -45,7 +49,13 @@ def show_block(*, block: str, model: str, with_text: bool, address: str, as_json
     block_hash = _hash(block)
     selector = Selector(model=model, block_hashes=(block_hash,)) if block_hash else Selector(model, prefix_text=block)
     with connect(address) as client:
-        listing = client.list_blocks(selector, with_text=with_text)
+        try:
+            listing = client.list_blocks(selector, with_text=with_text)
+        except InvalidRequest as refused:
+            if not PART_OF_A_HASH.fullmatch(block):
+                raise
+            whole = "a block's hash is whole with 32 or 64 digits, as `cache ls` prints it"
+            raise InvalidRequest(f"{refused} ({whole})", param=refused.param) from refused
     copies = _named(listing.blocks, block_hash)
     below = len({found.block_hash for found in listing.blocks}) - len({found.block_hash for found in copies})
     if as_json:

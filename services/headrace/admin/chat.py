@@ -56,14 +56,13 @@ def chat(*, system: str, model: str, address: str, as_json: bool, **request: Any
 
 
 def _read_line() -> str | None:
-    """The next line without blanks around it; None at the end of input. The prompt goes to stderr when input is piped,
-    like all remarks; a person gets line editing and history."""
+    """The next line without blanks around it; None at the end of input. A person gets a prompt, line editing and
+    history."""
     if sys.stdin.isatty():
         try:
             return input("> ").strip()
         except EOFError:
             return None
-    say("> ", nl=False)
     # Not click's stream: it is made anew at each call, and the old one keeps what it had read ahead.
     line = read_stdin(sys.stdin.readline)
     return line.strip() if line else None

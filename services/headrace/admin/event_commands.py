@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headrace.admin.terminal import ExtraMissing, json_lines_option, to_jsonable
+from headrace.admin.terminal import ExtraMissing, json_lines_option, say, to_jsonable
 
 if TYPE_CHECKING:
     from headrace.client.follow_kv_events import SeenEvent
@@ -36,6 +36,7 @@ def events(*, endpoint: str, replay_endpoint: str, topic: str, count: int | None
         from headrace.client.follow_kv_events import follow_kv_events
     except ModuleNotFoundError as error:
         raise ExtraMissing("cache events", "events", error.name or "zmq") from error
+    say(f"following {endpoint}; a node sends events where its setting kv_events_endpoint is set. Ctrl-C ends it.")
     following = follow_kv_events(endpoint, replay_endpoint=replay_endpoint, topic=topic)
     try:
         _print_events(islice(following, count), as_json=as_json)

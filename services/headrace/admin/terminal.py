@@ -290,6 +290,6 @@ def read_stdin(read: Callable[[], str]) -> str:
         raise InvalidRequest(f"standard input is not {sys.stdin.encoding} text", param="prompt") from None
 
 
-def say(text: str, *, nl: bool = True) -> None:
+def say(text: str) -> None:
     """A remark or a line of progress: stderr, so that stdout stays the result."""
-    click.echo(text, err=True, nl=nl)
+    click.echo(text, err=True)

@@ -78,9 +78,8 @@ def read_prompts(content: str, *, name: str) -> Iterator[tuple[int, Prompt]]:
         try:
             yield number, _prompt_of(json.loads(line))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidRequest(
-                f"{Path(name).name}, line {number}: {error}; nothing was sent", param="file"
-            ) from error
+            why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            raise InvalidRequest(f"{Path(name).name}, line {number}: {why}; nothing was sent", param="file") from error
 
 
 def _prompt_of(value: Any) -> Prompt:

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from headrace.admin.cli import main
 from headrace.client import HeadraceClient
+from headrace.core.errors import InvalidRequest
 
 
 @pytest.fixture
@@ -47,6 +48,22 @@ def test_why_miss_asks_with_the_prompt_as_it_was_given_and_prints_the_reasons(ru
     assert "evicted by operator ann, 9 s ago" in done.stdout
     assert "1-2" in done.stdout
     assert json.loads(run("cache", "why-miss", "x", "--json").stdout)["reasons"][0]["kind"] == "evicted"
+
+
+def test_a_part_of_a_hash_is_not_taken_for_a_prefix_without_a_word(run, small_gateway):
+    """Fails when who copied half a hash is told of a prefix that is too short, and of nothing else."""
+    small_gateway.failure = InvalidRequest("the prefix is less than one block", param="prefix")
+    assert "a block's hash is whole with 32 or 64 digits" in run("cache", "show", "5d0c5b1e").stderr
+    assert "hash" not in run("cache", "show", "Once upon").stderr
+
+
+@pytest.mark.parametrize("line", ['{"bad": 1}', '{"messages": [{"role": "user"}]}', "[1, 2", '{"text": ""}'])
+def test_a_line_that_is_no_prompt_is_told_with_its_number_and_what_is_wrong(run, small_gateway, line):
+    """Fails when all that is told is the name of a key."""
+    done = run("cache", "warm", "-", input=f"fine\n{line}\n")
+    assert (done.exit_code, small_gateway.requests) == (3, [])
+    assert "line 2: " in done.stderr
+    assert not done.stderr.partition("line 2: ")[2].startswith("'")
 
 
 def test_why_miss_fails_by_the_class_of_what_is_wrong(run, small_gateway):
