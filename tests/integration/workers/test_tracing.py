@@ -224,7 +224,7 @@ async def test_calls_to_store_nodes_carry_nothing_when_nothing_is_traced(tiny_mo
     async with composed_system(tiny_models, empty_valkey_url, tmp_path) as system:
         assert (await system.complete(PROMPT, traceparent=CALLERS)).status_code == 200
         await system.published()
-        assert system.gateway._service._tracing is None
+        assert system.gateway._service._observers.tracing is None
 
 
 def test_an_endpoint_without_the_library_names_the_extra(tmp_path: Path):

@@ -157,7 +157,7 @@ class ComposedSystem:
     async def flushed(self) -> None:
         """Have all parts send the spans that have ended."""
         await self.published()
-        await self.gateway._service._tracing.flush()
+        await self.gateway._service._observers.tracing.flush()
         await self.node._service._tracing.flush()
         for worker in self.calls.workers.values():
             await worker._tracing.flush()
