@@ -16,7 +16,7 @@ ALONE := tests/integration tests/e2e tests/multihost
 
 test: install lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest $(ALONE) -m alone
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE) -m alone
 
 # Each parser that reads from outside, for so many seconds each; `make test` runs a few fixed examples of the same.
 fuzz: install

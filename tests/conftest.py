@@ -28,6 +28,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow ones come first where processes share the tests: the last file of all is then short, and none of them waits
+    for the other's. Those that run one by one keep their order, which some of them rely on."""
+
+    def waits(item: pytest.Item) -> bool:
+        return item.get_closest_marker("slow") is None or item.get_closest_marker("alone") is not None
+
+    items.sort(key=waits)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A home of the run's own: whatever starts in a test remembers there what it has checked of a model, and keeps its

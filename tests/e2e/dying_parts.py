@@ -169,7 +169,7 @@ class WorkForNobody:
 
     def check_given_up(self) -> None:
         """Wait until no sequence is on any worker, and see that no stream of LONG tokens was computed to its end."""
-        wait_until(lambda: sequences_on(self.ports) == 0, within_s=60, what="no worker busy")
+        wait_until(lambda: sequences_on(self.ports) == 0, what="no worker busy")
         assert self.most_steps() < LONG, "a worker went on for nobody"
 
     def most_steps(self) -> int:
@@ -222,4 +222,4 @@ def wait_until_replaced(system: LocalSystem, worker_id: str, *, role: str, of: i
         now = system.worker_ids(role)
         return len(now) == of and worker_id not in now
 
-    wait_until(replaced, within_s=60, what=f"{of} {role} workers again after {worker_id} was killed")
+    wait_until(replaced, what=f"{of} {role} workers again after {worker_id} was killed")

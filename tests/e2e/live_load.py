@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from local_system import LocalSystem, metrics_page, wait_until
+from local_system import PATIENCE_S, LocalSystem, metrics_page, wait_until
 
 from headrace.client.values import COLD, CacheOptions, GenerateResult, Sampling
 from headrace.core.errors import HeadraceError
@@ -16,8 +16,7 @@ from headrace.core.limits import LEASE_TTL_MS
 
 EIGHT = Sampling(max_tokens=8, ignore_eos=True)
 ANY = CacheOptions()
-REST_S = 60.0
-assert LEASE_TTL_MS / 1000 < REST_S
+assert LEASE_TTL_MS / 1000 < PATIENCE_S
 
 
 def make_token_ids(count: int, *, seed: int) -> list[int]:
@@ -111,7 +110,7 @@ def wait_until_at_rest(system: LocalSystem, *, dead_claims: bool = False) -> Non
         return not moving
 
     try:
-        wait_until(at_rest, within_s=REST_S, what="the system at rest, its books balanced")
+        wait_until(at_rest, what="the system at rest, its books balanced")
     except AssertionError as late:
         raise AssertionError(f"{late}: {moving}") from None
     assert dead_claims or lapsed_claims(system) == before, "claims were left to run out"

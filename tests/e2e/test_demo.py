@@ -78,7 +78,7 @@ def test_the_metrics_count_exactly_the_tokens_that_the_answers_reported(headrace
     """Fails when a source is left out or counted twice, or bypassing requests count as misses."""
     rows = json.loads((headrace.folder / ".headrace" / "demo.json").read_text())["rows"]
     state, samples = read_state(headrace.folder / "state"), {}
-    for line in httpx.get(f"{state.http_url}/metrics", timeout=10).text.splitlines():
+    for line in httpx.get(f"{state.http_url}/metrics", timeout=60).text.splitlines():
         if line.startswith("headrace_"):
             name, _, value = line.rpartition(" ")
             samples[name] = float(value)

@@ -20,7 +20,7 @@ def test_the_bypass_answers_as_the_plain_library_does(system: LocalSystem, tiny_
     with torch.no_grad():
         for _ in range(24):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    cold = system.client.generate(token_ids, sampling=TWENTY_FOUR, cache=COLD, timeout_s=30)
+    cold = system.client.generate(token_ids, sampling=TWENTY_FOUR, cache=COLD, timeout_s=60)
     assert cold.usage.cached.total == 0
     assert cold.token_ids == tuple(ids[0, len(token_ids) :].tolist())
 
@@ -55,7 +55,7 @@ def test_an_edited_chat_reuses_up_to_the_edit_and_no_further(system: LocalSystem
     edited = [*turns[:2], Message("user", turns[2].content.replace("water", "winds", 1)), *turns[3:]]
 
     def chat(messages: list[Message], **options: object):
-        return system.client.generate(messages, sampling=TWENTY_FOUR, timeout_s=30, **options)
+        return system.client.generate(messages, sampling=TWENTY_FOUR, timeout_s=60, **options)
 
     expected, expected_edited = chat(turns, cache=COLD).token_ids, chat(edited, cache=COLD).token_ids
     first, changed, again = chat(turns), chat(edited), chat(turns)

@@ -38,7 +38,7 @@ def test_prompts_shorter_than_a_block_leave_nothing_behind(system: LocalSystem):
 
     def check(number: int) -> int:
         prompt = make_token_ids(1 + number % (BLOCK_TOKENS - 1), seed=21_000 + number)
-        return system.client.generate(prompt, sampling=Sampling(max_tokens=1), timeout_s=30).usage.cached.total
+        return system.client.generate(prompt, sampling=Sampling(max_tokens=1), timeout_s=60).usage.cached.total
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(check, range(100))) == {0}

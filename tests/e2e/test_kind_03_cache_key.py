@@ -52,5 +52,5 @@ def test_a_part_that_is_no_text_is_refused(system: LocalSystem):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     for part in (image, {"type": "unheard_of", "text": "x"}):
         body = {"model": system.client.list_models()[0].id, "messages": [{"role": "user", "content": [part]}]}
-        reply = httpx.post(f"{system.state.http_url}/v1/chat/completions", json=body, timeout=30)
+        reply = httpx.post(f"{system.state.http_url}/v1/chat/completions", json=body, timeout=60)
         assert reply.status_code == 400, reply.text

@@ -16,11 +16,11 @@ def complete(system: LocalSystem, prompt: list[int], *, headers: dict | None = N
     body = {"model": system.client.list_models()[0].id, "prompt": prompt, "max_tokens": 6, "temperature": 1} | fields
     url = f"{system.state.http_url}/v1/completions"
     if not fields.get("stream"):
-        reply = httpx.post(url, json=body, headers=headers, timeout=30)
+        reply = httpx.post(url, json=body, headers=headers, timeout=60)
         assert reply.status_code == 200, reply.text
         assert len(reply.headers.get_list("x-request-id")) == 1
         return reply.json()
-    with httpx.stream("POST", url, json=body | {"stream_options": {"include_usage": True}}, timeout=30) as reply:
+    with httpx.stream("POST", url, json=body | {"stream_options": {"include_usage": True}}, timeout=60) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]

@@ -29,7 +29,7 @@ def test_a_redis_that_loses_everything_again_and_again_fails_no_request(system: 
 
     outcome = load_while(system, prompts, flush, after_s=1)
     assert (outcome.errors, outcome.wrong) == ([], 0)
-    wait_until(lambda: len(system.client.status().workers) == 3, within_s=60, what="all announced again")
+    wait_until(lambda: len(system.client.status().workers) == 3, what="all announced again")
 
 
 def test_a_redis_that_takes_no_writes_fails_no_request(system: LocalSystem, redis: Redis, prompts):
@@ -37,7 +37,7 @@ def test_a_redis_that_takes_no_writes_fails_no_request(system: LocalSystem, redi
     owners, who serve all the while, count as dead."""
     records = [f"hr1:{{members}}:m:worker:{worker_id}" for worker_id in system.worker_ids("decode")]
     assert len(records) == 2
-    wait_until(lambda: redis.exists(*records) == 2, within_s=60, what="both announced")  # what came before may last
+    wait_until(lambda: redis.exists(*records) == 2, what="both announced")  # what came before may last
 
     def demote() -> None:
         redis.delete(*records)
@@ -49,7 +49,7 @@ def test_a_redis_that_takes_no_writes_fails_no_request(system: LocalSystem, redi
 
     outcome = load_while(system, prompts, demote)
     assert (outcome.errors, outcome.wrong) == ([], 0)
-    wait_until(lambda: len(system.client.status().workers) == 3, within_s=60, what="all announced again")
+    wait_until(lambda: len(system.client.status().workers) == 3, what="all announced again")
 
 
 def test_killed_connections_are_replaced_and_do_not_add_up(system: LocalSystem, redis: Redis, prompts):
@@ -65,7 +65,8 @@ def test_killed_connections_are_replaced_and_do_not_add_up(system: LocalSystem, 
     assert (outcome.errors, outcome.wrong) == ([], 0)
     assert outcome.hits > 0
     wait_until(
-        lambda: redis.info("clients")["connected_clients"] <= before + 8, within_s=60, what="connections as before"
+        lambda: redis.info("clients")["connected_clients"] <= before + 8,
+        what="connections as before",
     )
 
 
@@ -89,7 +90,7 @@ def test_a_redis_that_evicts_by_itself_fails_no_request(system: LocalSystem, red
     outcome = load_while(system, prompts, squeeze, after_s=1)
     assert redis.info("stats")["evicted_keys"] > 0, "void: nothing was evicted"
     assert (outcome.errors, outcome.wrong) == ([], 0)
-    wait_until(lambda: len(system.client.status().workers) == 3, within_s=60, what="all announced again")
+    wait_until(lambda: len(system.client.status().workers) == 3, what="all announced again")
     # Nodes register again by themselves, paced; an operator need not wait for it.
     system.client.doctor(fix=True)
-    wait_until(lambda: all(f.ok for f in system.client.doctor()), within_s=60, what="the index names what is held")
+    wait_until(lambda: all(f.ok for f in system.client.doctor()), what="the index names what is held")

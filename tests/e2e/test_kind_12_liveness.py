@@ -26,9 +26,9 @@ def test_longer_than_a_record_lives_without_traffic_changes_nothing(system: Loca
     before = system.client.status()
     with grpc.insecure_channel(system.state.grpc_target, options=FAST_PINGS) as channel:
         models = inference_pb2_grpc.InferenceStub(channel)
-        models.ListModels(inference_pb2.ListModelsRequest(), timeout=30)
+        models.ListModels(inference_pb2.ListModelsRequest(), timeout=60)
         threading.Event().wait(1.5 * MEMBER_TTL_MS / 1000)
-        models.ListModels(inference_pb2.ListModelsRequest(), timeout=30, wait_for_ready=True)
+        models.ListModels(inference_pb2.ListModelsRequest(), timeout=60, wait_for_ready=True)
     after = system.client.status()
     assert [(w.worker_id, w.pid) for w in after.workers] == [(w.worker_id, w.pid) for w in before.workers]
     assert [(n.node_id, n.incarnation) for n in after.store_nodes] == [

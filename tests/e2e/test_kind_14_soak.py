@@ -68,7 +68,7 @@ def test_hundreds_of_calls_given_up_leave_neither_files_nor_memory(system: Local
     for number in range(1, 1 + STORMS_MAX):
         before = {pid: footprint(pid)[1] for pid in pids}
         storm(number * CALLS, CALLS)
-        wait_until(files_are_few, within_s=60, what="files where they were")
+        wait_until(files_are_few, what="files where they were")
         after = {pid: footprint(pid)[1] for pid in pids}
         if all(after[pid] <= before[pid] * 1.1 for pid in pids):
             break

@@ -29,6 +29,18 @@ def members(system: LocalSystem) -> list[tuple[str, int]]:
     return sorted((worker.worker_id, worker.pid) for worker in system.client.status().workers)
 
 
+def test_a_prefill_worker_killed_under_load_costs_no_request(system: LocalSystem):
+    """Fails when a request ends with its prefill worker. What a dead one has claimed runs out; the next test, whose
+    decode worker dies, too, waits for both, and fails when blocks are kept for a prefill that is dead."""
+    (killed,) = system.worker_ids("prefill")
+    prompts = [make_token_ids(1_000, seed=81_000 + number) for number in range(12)]
+    pid = system.worker_pid(killed)
+    streams = stream_while(system, prompts, lambda: kill(pid), max_tokens=16)
+    streams.check_every_token()
+    assert not streams.cut_off
+    wait_until_replaced(system, killed, role="prefill", of=1)
+
+
 def test_twenty_streams_lose_one_of_two_decode_workers_and_only_what_it_had_begun_is_cut_off(system: LocalSystem):
     """Fails when a stream without a token fails instead of being tried at the other worker, a stream of the other
     worker is touched, or tokens are lost or doubled on the way."""
@@ -67,7 +79,7 @@ def test_one_of_two_gateways_killed_under_load_costs_what_it_had_begun_and_nothi
         now = gateway_pids(system)
         return len(now) == 2 and kept in now and killed not in now
 
-    wait_until(replaced, within_s=60, what="two gateways again")
+    wait_until(replaced, what="two gateways again")
     again = ask_all(system, prompts)
     assert [result.token_ids for result in again] == warm
     assert [result.usage.cached.total for result in again] == [HIT] * 20
@@ -113,7 +125,7 @@ def test_the_controller_killed_under_load_touches_no_stream_and_no_worker(system
     def is_back() -> bool:
         return pids_of(system, "ServeController") not in ([], [killed])
 
-    wait_until(is_back, within_s=60, what="another controller")
+    wait_until(is_back, what="another controller")
     assert [result.token_ids for result in ask_all(system, prompts)] == [each[:8] for each in streams.expected]
     assert members(system) == before
 
@@ -139,7 +151,7 @@ def test_the_proxy_killed_under_load_is_back_soon_and_nothing_runs_on_behind_it(
         except HeadraceError:
             return False
 
-    wait_until(answers, within_s=60, what="answers through another proxy")
+    wait_until(answers, what="answers through another proxy")
     print(f"the proxy was away for {time.monotonic() - began_s:.1f} s")
     wait_until_at_rest(system)
     assert members(system) == before

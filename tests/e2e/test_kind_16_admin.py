@@ -44,7 +44,7 @@ def stored(system: LocalSystem, request: pytest.FixtureRequest) -> Stored:
     """Another prompt for each test."""
     prompt = Stored(tuple(make_token_ids(LENGTH, seed=160_000 + sum(request.node.name.encode()))))
     ask(system, list(prompt.token_ids))
-    wait_until(lambda: on_node(system, prompt) == FIVE, within_s=60, what="the prompt's blocks are stored")
+    wait_until(lambda: on_node(system, prompt) == FIVE, what="the prompt's blocks are stored")
     return prompt
 
 
@@ -87,7 +87,7 @@ def test_a_miss_is_explained_by_prompt_and_by_request_id(system: LocalSystem, st
     with system.client.stream(token_ids, sampling=EIGHT) as stream:
         request_id = next(iter(stream)).request_id
     assert not [report.error for report in system.client.evict(stored.whole, dry_run=False) if report.error]
-    wait_until(lambda: on_node(system, stored) == 0, within_s=60, what="the prompt's blocks are gone")
+    wait_until(lambda: on_node(system, stored) == 0, what="the prompt's blocks are gone")
     gone = system.client.why_miss(request_id=request_id)
     assert "evicted" in " ".join(reason.kind for reason in gone.reasons), gone.reasons
 
@@ -100,7 +100,7 @@ def test_a_prefix_travels_as_a_file_and_hits_when_it_is_back(system: LocalSystem
     system.client.evict(stored.whole, dry_run=False)
     assert on_node(system, stored) == 0
     assert cli(system, "cache", "import", file)["blocks"] == {"stored": FIVE}
-    wait_until(lambda: is_indexed(system, stored), within_s=60, what="every gateway has heard of the blocks")
+    wait_until(lambda: is_indexed(system, stored), what="every gateway has heard of the blocks")
     warm = ask(system, list(stored.token_ids))
     assert warm.token_ids == cold.token_ids
     assert warm.usage.cached.total == FIVE * BLOCK_TOKENS
@@ -212,7 +212,7 @@ def test_counters_never_fall_and_labels_do_not_grow_whatever_callers_do(system: 
             headers = {"x-request-id": "the same one"}
             httpx.post(f"{system.state.http_url}/v1/completions", json=body, headers=headers, timeout=60)
             return
-        stream = system.client.stream(prompt, sampling=Sampling(max_tokens=300, ignore_eos=True), timeout_s=30)
+        stream = system.client.stream(prompt, sampling=Sampling(max_tokens=300, ignore_eos=True), timeout_s=60)
         leaving = threading.Timer(chosen.random() * 0.3, stream.close)
         leaving.start()
         try:

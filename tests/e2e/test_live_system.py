@@ -163,7 +163,7 @@ def test_a_stopped_worker_is_given_up_after_a_bounded_wait(system: LocalSystem):
         assert time.monotonic() - began < WORKER_ACCEPT_TIMEOUT_MS / 1000 + 30
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: worker in system.worker_ids("decode"), within_s=60, what="the worker announced again")
+    wait_until(lambda: worker in system.worker_ids("decode"), what="the worker announced again")
     by_it = CacheOptions(decode_worker=worker)
     again = when_known(lambda: system.client.generate("Hello", sampling=SHORT, cache=by_it))
     assert again.decode_worker == worker
@@ -186,7 +186,7 @@ def test_killing_a_decode_worker_costs_a_retry_and_no_more(system: LocalSystem):
         now = system.worker_ids("decode")
         return len(now) == 2 and cold.decode_worker not in now
 
-    wait_until(replaced, within_s=60, what=f"two decode workers again after killing one of {before}")
+    wait_until(replaced, what=f"two decode workers again after killing one of {before}")
     (new,) = set(system.worker_ids("decode")) - set(before)
     by_new = CacheOptions(decode_worker=new)
     warm = when_known(lambda: system.client.generate(prompt, sampling=SHORT, cache=by_new))
@@ -209,14 +209,14 @@ def test_killing_the_store_node_costs_hits_only_until_it_is_back(system: LocalSy
         now = system.client.status().store_nodes
         return len(now) == 1 and now[0].incarnation > node.incarnation
 
-    wait_until(is_back, within_s=60, what="the store node under a new incarnation")
+    wait_until(is_back, what="the store node under a new incarnation")
 
     def hits_again() -> bool:
         warm = system.client.generate(prompt, sampling=SHORT, cache=memory)
         assert warm.token_ids == cold.token_ids
         return warm.usage.cached.shared_memory >= 4 * BLOCK_TOKENS
 
-    wait_until(hits_again, within_s=60, what="hits from the re-attached arena")
+    wait_until(hits_again, what="hits from the re-attached arena")
 
 
 def test_killing_the_index_costs_hits_only_until_it_is_filled_again(system: LocalSystem):
@@ -232,7 +232,7 @@ def test_killing_the_index_costs_hits_only_until_it_is_filled_again(system: Loca
         assert warm.token_ids == cold.token_ids
         return warm.usage.cached.shared_memory >= 4 * BLOCK_TOKENS
 
-    wait_until(lambda: hits(memory), within_s=60, what="blocks in a store node that was killed in the test before")
+    wait_until(lambda: hits(memory), what="blocks in a store node that was killed in the test before")
     (valkey,) = [pid for pid, command in processes_of(system.state.instance_id).items() if "valkey-server" in command]
     os.kill(valkey, signal.SIGKILL)
     assert system.client.generate(prompt, sampling=SHORT, timeout_s=60).token_ids == cold.token_ids
@@ -241,10 +241,10 @@ def test_killing_the_index_costs_hits_only_until_it_is_filled_again(system: Loca
         now = system.client.status()
         return now.index_available and len(now.workers) == 3 and len(now.store_nodes) == 1
 
-    wait_until(all_known_again, within_s=60, what="every member registered again")
+    wait_until(all_known_again, what="every member registered again")
     # What a miss computes is not published: hits can only come from what the holders have registered anew.
     silent = replace(memory, publish=False)
-    wait_until(lambda: hits(silent), within_s=60, what="hits by the index that is filled again, at either gateway")
+    wait_until(lambda: hits(silent), what="hits by the index that is filled again, at either gateway")
 
 
 def test_down_leaves_no_process_no_port_and_no_file(system: LocalSystem):

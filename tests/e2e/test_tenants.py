@@ -93,7 +93,7 @@ def post(system: InstanceState, path: str, body: dict, key: str) -> dict:
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     asked = urllib.request.Request(system.http_url + path, json.dumps(body).encode(), headers)
     trusting = ssl.create_default_context(cafile=system.tls_ca_file)
-    with closing(urllib.request.urlopen(asked, timeout=30, context=trusting)) as reply:
+    with closing(urllib.request.urlopen(asked, timeout=60, context=trusting)) as reply:
         return json.load(reply)
 
 
@@ -116,7 +116,7 @@ def test_one_tenants_blocks_are_hit_listed_and_evicted_by_itself_only(guarded: I
     def blocks_of(tenant: str) -> int:
         return cli(guarded, tenant, "cache", "ls", "--blocks")["total_blocks"]
 
-    wait_until(lambda: blocks_of("one") == blocks_of("two") > 0, within_s=60, what="both tenants' blocks are stored")
+    wait_until(lambda: blocks_of("one") == blocks_of("two") > 0, what="both tenants' blocks are stored")
     cli(guarded, "one", "cache", "evict", "--all", "--yes")
     assert (blocks_of("one"), ask("two")) == (0, HIT)
     assert ask("one") == 0
@@ -169,7 +169,7 @@ def test_plain_text_gets_no_answer_at_either_front_door(guarded: InstanceState):
     """Fails when Serve's proxies serve one of their ports without TLS, as its gRPC proxy does by itself."""
     plain = guarded.http_url.replace("https://", "http://")
     with pytest.raises(OSError):  # noqa: PT011 - how a connection ends that nobody answers differs
-        urllib.request.urlopen(plain + "/v1/models", timeout=30)
+        urllib.request.urlopen(plain + "/v1/models", timeout=60)
     with (
         HeadraceClient(guarded.grpc_target, api_key=KEYS["one"]) as client,
         pytest.raises(TlsFailed, match="it may want TLS"),

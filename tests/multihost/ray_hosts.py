@@ -29,7 +29,7 @@ BIN = Path(sys.executable).parent
 GCS_PORT, DASHBOARD_PORT, HTTP_PORT, GRPC_PORT, REDIS_PORT = 6379, 8265, 8000, 9000, 6399
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 # Three Rays and as many models load on two cores that others use, too.
-START_WITHIN_S = 240
+START_WITHIN_S = 480
 # A `ray start` gives up after 30 s; whatever keeps services running on a host starts it again.
 AGAIN = ("sh", "-c", 'until "$@"; do sleep 1; done', "sh")
 BLOCK_TOKENS = 16
@@ -129,7 +129,7 @@ class RayHosts:
         """The `serve` command of a user at this machine, told of the head; its output."""
         done = subprocess.run(
             [BIN / "serve", command, "-a", f"http://{self.head.address}:{DASHBOARD_PORT}", *words],
-            env=self.environment(), capture_output=True, text=True, check=False, timeout=60,
+            env=self.environment(), capture_output=True, text=True, check=False, timeout=START_WITHIN_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -27,7 +27,7 @@ from headrace.core.block import CacheSource
 from headrace.core.generation import CachedTokens
 from headrace.core.tenants import HashedKey, new_key
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_500)]
 KEY = new_key()
 HIT = 24 * BLOCK_TOKENS
 OVER_GRPC = CacheOptions(sources=frozenset({CacheSource.GRPC}))

@@ -28,7 +28,7 @@ from headrace.index.redis_keys import BLOCK_KEYS_PATTERN
 from headrace_cluster.ask_every_path import SharedText, ask_every_path
 from headrace_cluster.demo_report import TEXT_FILE
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1_500)]
 BLOCKS = 24  # computing them takes far longer than fetching them
 HIT = BLOCKS * BLOCK_TOKENS
 LONG = 40 * BLOCK_TOKENS  # 5.2 MB

@@ -19,6 +19,7 @@ PARTS += [(DiskMachine, 5, 265, 14_000), (DiskMachine, 6, 265, 14_000)]
 assert sum(steps_min for *_, steps_min in PARTS) >= 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1_200)  # twenty seconds each on a core of its own
 @pytest.mark.parametrize(("machine", "seed_number", "examples", "steps_min"), PARTS)
 def test_nothing_that_happens_to_a_store_node_breaks_its_books(
