@@ -84,7 +84,7 @@ class Deployed:
         return running
 
 
-def wait_until(holds: Callable[[], bool], what: str, *, within_s: float = 120) -> None:
+def wait_until(holds: Callable[[], bool], what: str, *, within_s: float = 240) -> None:
     give_up_at = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < give_up_at, f"not within {within_s} s: {what}"

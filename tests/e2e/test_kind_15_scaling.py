@@ -33,7 +33,7 @@ def happened(valkey_url: str, tiny_model: Path) -> Iterator[dict]:
             capture_output=True,
             text=True,
             env=environment,
-            timeout=500,
+            timeout=1_100,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3_000:]
