@@ -144,7 +144,7 @@ def load_model(
     if (windowed := windows_line(windows.tokens, window, context_tokens_max, near_window)) is not None:
         report(f"{name}: {windowed}")
     plain = None if model.device.type == "cpu" else plain_logits(model)
-    _rearrange_weights(model)
+    _rearrange_weights(model, threads=threads)
     numerics = _check_numerics(
         settings,
         name=name,
@@ -188,13 +188,13 @@ def load_model(
     )
 
 
-def _rearrange_weights(model: PreTrainedModel) -> None:
+def _rearrange_weights(model: PreTrainedModel, *, threads: int) -> None:
     """In place: few operators, and the order and the pages in which a CPU reads weights fastest."""
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     fuse_layers(model)
     if model.device.type != "cpu":
         return
-    pack_linears(model)
+    pack_linears(model, threads=threads)
     if weight_bytes >= HUGE_WEIGHT_BYTES:
         collapse_pages()
 

@@ -28,7 +28,7 @@ STRANGER_TOKENS = 61
 ROW_MULTIPLES = (4, 8, 16)
 
 # Numbers of rows, in row multiples, that each linear layer is tried with.
-LINEAR_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 25)
+LINEAR_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 12, 16, 25, 32, 48, 64)
 
 # Ends of tiles, in tiles, whose keys attention's products are tried with: libraries choose by such sizes how to cut.
 PRODUCT_TILES = (1, 2, 3, 8, 9, 32)
