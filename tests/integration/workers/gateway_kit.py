@@ -120,7 +120,7 @@ class SmallSystem:
     async def announced(self, *workers: TestWorker) -> None:
         """Have the gateway know how busy these are, and what they have measured, as of now."""
         for tested in workers:
-            await tested.worker._announce()
+            await tested.worker._member._announce()
         await self.gateway.refresh()
 
     async def listed(self, *worker_ids: str) -> None:
