@@ -92,6 +92,8 @@ class TextStream:
         That is what the tokens before the last few stand for, if it is a beginning of `new` and not all of it. The
         window's first tokens stay, too: some decoders show each byte of a run by itself as soon as one is wrong.
         """
+        if self._drop_special():
+            return ""
         window, num_given = self._window, self._num_given
         certain = self._decode(window[:-_LAST_TOKENS])[len(self._decode(window[:num_given])) :]
         self._window = window[: 2 * _LAST_TOKENS] + window[-2 * _LAST_TOKENS :]
@@ -100,6 +102,14 @@ class TextStream:
             return certain
         self._window, self._num_given = window, num_given
         return ""
+
+    def _drop_special(self) -> bool:
+        """Whether the window had special tokens, which are left out of it: no text depends on them."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        has_text = [not (token_id in added and added[token_id].special) for token_id in self._window]
+        self._num_given = sum(has_text[: self._num_given])
+        self._window = [token_id for token_id, kept in zip(self._window, has_text, strict=True) if kept]
+        return not all(has_text)
 
     def _window_text(self) -> str:
         """The window's text beyond what was given out."""

@@ -144,7 +144,7 @@ def load_model(
     if (windowed := windows_line(windows.tokens, window, context_tokens_max, near_window)) is not None:
         report(f"{name}: {windowed}")
     plain = None if model.device.type == "cpu" else plain_logits(model)
-    _rearrange_weights(model, threads=threads)
+    _rearrange_weights(model, exact=_wants_bits(settings, config, model), threads=threads)
     numerics = _check_numerics(
         settings,
         name=name,
@@ -188,13 +188,18 @@ def load_model(
     )
 
 
-def _rearrange_weights(model: PreTrainedModel, *, threads: int) -> None:
+def _wants_bits(settings: ModelSettings, config: PretrainedConfig, model: PreTrainedModel) -> bool:
+    """Whether bits are promised where the self-test finds that they hold."""
+    return settings.exact and config.model_type not in MIXTURE_OF_EXPERTS and model.device.type == "cpu"
+
+
+def _rearrange_weights(model: PreTrainedModel, *, exact: bool, threads: int) -> None:
     """In place: few operators, and the order and the pages in which a CPU reads weights fastest."""
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     fuse_layers(model)
     if model.device.type != "cpu":
         return
-    pack_linears(model, threads=threads)
+    pack_linears(model, exact=exact, threads=threads)
     if weight_bytes >= HUGE_WEIGHT_BYTES:
         collapse_pages()
 
@@ -326,7 +331,7 @@ def _check_numerics(
     report(f"{name}: checking paged attention against the model's own, and that bits do not depend on the batch")
     compare_forward(name, path, config)
     rows = None
-    if settings.exact and config.model_type not in MIXTURE_OF_EXPERTS and model.device.type == "cpu":
+    if _wants_bits(settings, config, model):
         rows = find_exact_rows(model, layout, threads=threads)
     # Few rows cost no more than a padded four, on CPU; see packed_linear.py.
     row_multiple = rows.row_multiple if rows else ROW_MULTIPLES[0] if model.device.type == "cpu" else 1
@@ -352,7 +357,7 @@ def _report_numerics(
     report: Report,
 ) -> None:
     if settings.exact and not found.exact:
-        report(f"{name}: {_why_not_exact(config, model)}; exact mode is off")
+        report(f"{name}: {_why_not_exact(config, model)}; exact mode is off (docs/exactness.md)")
     if found.small_threads_max < threads:
         report(f"{name}: on {threads} threads few rows get other bits than many; steps of few rows stay on one")
 

@@ -43,24 +43,24 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), packing.for_rows)
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self._rows_max = packing.rows_max
+        self.packing = packing
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._added_product = torch.ops.mkldnn._linear_pointwise.binary
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [..., in_features] -> [..., out_features]."""
-        if rows.numel() <= self._rows_max * self.in_features:
+        if rows.numel() <= self.packing.rows_max * self.in_features:
             return self._product(rows, self.packed, self.bias, "none", [], "")
-        pieces = rows.reshape(-1, self.in_features).split(self._rows_max)
+        pieces = rows.reshape(-1, self.in_features).split(self.packing.rows_max)
         products = [self._product(piece, self.packed, self.bias, "none", [], "") for piece in pieces]
         return torch.cat(products).view(*rows.shape[:-1], self.out_features)
 
     def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """residual [..., out_features] plus the product, rounded once."""
-        if rows.numel() <= self._rows_max * self.in_features:
+        if rows.numel() <= self.packing.rows_max * self.in_features:
             return self._added_product(rows, residual, self.packed, self.bias, "add")
-        pieces = rows.reshape(-1, self.in_features).split(self._rows_max)
-        added_to = residual.reshape(-1, self.out_features).split(self._rows_max)
+        pieces = rows.reshape(-1, self.in_features).split(self.packing.rows_max)
+        added_to = residual.reshape(-1, self.out_features).split(self.packing.rows_max)
         sums = [
             self._added_product(piece, added, self.packed, self.bias, "add")
             for piece, added in zip(pieces, added_to, strict=True)
@@ -68,11 +68,12 @@ class PackedLinear(nn.Module):
         return torch.cat(sums).view(residual.shape)
 
 
-def pack_linears(model: nn.Module, *, threads: int = 1) -> int:
+def pack_linears(model: nn.Module, *, exact: bool, threads: int) -> int:
     """Replace every plain linear layer of a CPU model, in place; returns how many.
 
     Layers of other classes (also subclasses of nn.Linear) and number formats that oneDNN does not pack stay.
-    threads: on which steps will run. Sets torch's number of threads to that.
+    exact: so that a row's bits do not depend on how many rows there are; else as is fastest.
+    threads: on which steps will run.
     """
     if not torch.backends.mkldnn.is_available():
         return 0
@@ -90,7 +91,7 @@ def pack_linears(model: nn.Module, *, threads: int = 1) -> int:
         for parent, name, linear in targets:
             shape = (linear.in_features, linear.out_features, linear.weight.dtype)
             if shape not in packings:
-                packings[shape] = choose_packing(linear, threads=threads)
+                packings[shape] = choose_packing(linear, threads=threads) if exact else PACKINGS[0]
             setattr(parent, name, PackedLinear(linear, packings[shape]))
     return len(targets)
 
@@ -99,15 +100,16 @@ def choose_packing(linear: nn.Linear, *, threads: int) -> Packing:
     """The first under which a row's bits are the same among however many rows, on one thread and on all; the first of
     all where there is none, or where the processor does not multiply tiles in this number format.
 
-    Sets torch's number of threads to `threads`. The self-test at load judges in any case (`numerics_probe.py`).
+    The self-test at load judges in any case (`numerics_probe.py`).
     """
     if linear.weight.dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return PACKINGS[0]
+    threads_before = torch.get_num_threads()
     try:
         held = (packing for packing in PACKINGS if _bits_hold(linear, packing, thread_counts=(1, threads)))
         return next(held, PACKINGS[0])
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads_before)
 
 
 def _bits_hold(linear: nn.Linear, packing: Packing, *, thread_counts: Sequence[int]) -> bool:

@@ -262,7 +262,10 @@ class StepLoop:
                 self._take_result(run, rows, own)
             except Exception as error:  # as above, but only this sequence is lost
                 self._faults.tell("the engine could not take a step's result", error)
-                forget_spoilt(run, self._model.kv, self._pool)
+                try:
+                    forget_spoilt(run, self._model.kv, self._pool)
+                except Exception as unseen:
+                    self._faults.tell("nobody could look whether a failed sequence's blocks are sound", unseen)
                 self._fail(run, f"its engine could not take a step's result: {type(error).__name__}: {error}")
 
     def _plan(self) -> StepPlan:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from headrace.engine.detokenize import TextStream, detokenize, find_stop
 
@@ -146,6 +146,9 @@ class CountingTokenizer:
         self.num_decoded += len(token_ids)
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
+    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
 
 def test_a_token_costs_no_more_the_longer_a_run_of_broken_bytes_is() -> None:
     """Fails if all of a run is decoded again for each of its tokens: the step thread would stand still for it."""
@@ -154,6 +157,16 @@ def test_a_token_costs_no_more_the_longer_a_run_of_broken_bytes_is() -> None:
         texts = stream_out([token_id] * 4_000, tokenizer=counting)  # type: ignore[arg-type]
         assert "".join(texts) == "\ufffd" * 4_000
         assert counting.num_decoded < 4_000 * 200
+
+
+def test_special_tokens_behind_half_a_character_cost_no_more_the_more_there_are() -> None:
+    """Where no token ends the run, a broken character may be followed by any number of special ones."""
+    tokenizer = make_byte_fallback_tokenizer()
+    tokenizer.add_special_tokens(["<|pad|>"])
+    counting = CountingTokenizer(tokenizer)
+    run = [0xE2, 0x82, *[tokenizer.token_to_id("<|pad|>")] * 4_000, 0xAC]
+    assert "".join(stream_out(run, tokenizer=counting)) == "€"  # type: ignore[arg-type]
+    assert counting.num_decoded < 4_000 * 200
 
 
 @given(text=st.text(alphabet="ab€é ", max_size=20), stop=st.text(alphabet="ab ", min_size=2, max_size=4))

@@ -84,3 +84,21 @@ async def test_a_block_that_was_spoilt_in_the_pool_fails_one_request_and_is_forg
     again = await generate(engine, PROMPT, use_device=True)
     assert again.num_device_blocks == SPOILT_BLOCK
     assert_equal(again, want)
+
+
+async def test_where_nobody_can_look_at_blocks_one_request_fails_and_not_the_engine(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory for it is lacking. Fails if looking once more ends the step thread, and so all requests."""
+
+    def out_of_memory(kv: object, block_ids: object) -> bool:
+        raise MemoryError("none left")
+
+    engine = make_engine()
+    want = await generate(engine, PROMPT)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(type(engine.kv), "is_finite", out_of_memory)
+        with pytest.raises(WorkerUnavailable, match="none left"):
+            await generate(engine, PROMPT)
+    assert engine.healthy()
+    assert_equal(await generate(engine, PROMPT), want)

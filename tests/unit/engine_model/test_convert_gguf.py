@@ -152,23 +152,27 @@ def test_a_model_that_is_ready_is_used_at_once_by_any_number_of_workers(tmp_path
 
 
 @pytest.mark.slow
-def test_the_real_default_model_answers_in_sensible_english_and_as_exactly_as_it_says(tmp_path):
-    """Greedy chat on the real weights; then the same answer's last logits from another chunking, bit for bit where the
-    worker claims it. Where they were never fetched, they are, into a directory that ends with the test."""
+@pytest.mark.timeout(900)
+def test_the_real_default_model_answers_in_sensible_english_and_exactly(tmp_path):
+    """Greedy chat on the real weights, asked what no rounding decides; then the same answer's last logits from another
+    chunking, bit for bit. Where the weights were never fetched, they are, into a directory that ends with the test."""
     own = Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "headrace", "models")  # HOME is another one in tests
     cache_dir = os.environ.get("HEADRACE_MODEL_CACHE_DIR", str(own))
     if not Path(cache_dir, f"{DEFAULT_MODEL}-v{CONVERTER_VERSION}", DEFAULT_MODEL).is_dir():
         cache_dir = str(tmp_path)
-    settings = ModelSettings(torch_threads=1, model_cache_dir=cache_dir)
-    said = []
-    loaded = load_model(
-        settings,
-        EngineSettings(pool_tokens=1_024),
-        trust_group="default",
-        hash_algorithm=HashAlgorithm.XXH3_128,
-        report=said.append,
-    )
-    assert loaded.exact != any("exact mode is off" in line for line in said)
+    try:
+        loaded = load_model(
+            ModelSettings(torch_threads=1, model_cache_dir=cache_dir),
+            EngineSettings(pool_tokens=1_024),
+            trust_group="default",
+            hash_algorithm=HashAlgorithm.XXH3_128,
+            report=lambda line: None,
+        )
+    except ModelRefused as refused:
+        if "download" in refused.why:
+            pytest.skip(str(refused))
+        raise
+    assert loaded.exact
     tokenizer = AutoTokenizer.from_pretrained(loaded.path)
     chat = [{"role": "user", "content": "Name the capital of France in one sentence."}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -179,4 +183,4 @@ def test_the_real_default_model_answers_in_sensible_english_and_as_exactly_as_it
         logits = loaded.runner.run_step([SequenceStep((tokens[-1],), len(tokens) - 1, table, 1)])[0]
     assert "The capital of France is Paris" in tokenizer.decode(tokens[len(prompt) :])
     again = loaded.runner.run_step([SequenceStep(tuple(tokens), 0, [9, 8, 7, 6], 1)])[0]
-    assert torch.equal(again, logits) or not loaded.exact
+    assert torch.equal(again, logits)

@@ -26,7 +26,7 @@ def make_exact_model(case="llama", dtype=torch.float32, *, form="fused"):
     if form == "fused":
         fuse_layers(model)
     if form != "plain":
-        pack_linears(model)
+        pack_linears(model, exact=True, threads=1)
     rows = find_exact_rows(model, make_layout(model, 16), threads=1)
     assert rows is not None
     model.exact_row_multiple = rows.row_multiple

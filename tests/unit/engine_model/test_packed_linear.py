@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.engine.packed_linear import PACKINGS, PackedLinear, Packing, choose_packing
+from headrace.engine.packed_linear import PACKINGS, PackedLinear, Packing, choose_packing, pack_linears
 
 # Of SmolLM2-135M, and one with a longer sum. A processor that multiplies tiles has edges at other rows for each.
 SHAPES = [(576, 960), (576, 3072), (1536, 576), (4096, 512)]
@@ -55,5 +55,15 @@ def test_more_rows_than_a_product_takes_are_several_products_in_their_order(dims
     assert torch.allclose(added, residual + linear(rows), rtol=0.02, atol=0.04)
 
 
-def test_number_formats_without_tiles_are_packed_as_is_fastest(threads_restored):
+def test_what_needs_no_trial_is_packed_as_is_fastest():
+    """A number format without tiles, and a model of which nobody wants bits."""
     assert choose_packing(make_linear(576, 960, torch.float32), threads=1) == PACKINGS[0]
+    model = nn.Sequential(make_linear(576, 960), make_linear(960, 576))
+    assert pack_linears(model, exact=False, threads=1) == 2
+    assert [layer.packing for layer in model] == [PACKINGS[0]] * 2
+
+
+def test_a_trial_leaves_the_number_of_threads_as_it_was(threads_restored):
+    torch.set_num_threads(2)
+    choose_packing(make_linear(64, 96), threads=1)
+    assert torch.get_num_threads() == 2
