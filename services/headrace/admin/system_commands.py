@@ -7,6 +7,7 @@ command needs them, and what is missing is said with the extra that brings it.
 import importlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from headrace.admin.terminal import (
     say,
 )
 from headrace.client import Access, HeadraceClient
-from headrace.config import Config, load_config
+from headrace.config import ClusterSettings, Config, load_config
 from headrace.core.block import KvCodec
 from headrace.core.errors import ConfigInvalid
 from headrace.core.hide_secrets import hide_secrets
@@ -105,17 +106,28 @@ def up(*, flags: dict[str, Any], config_file: str | None, as_json: bool) -> None
 
 def print_next_steps(config: Config, state: Any) -> None:
     """Commands that reach this very system when they are pasted: with the path of this program where the shell would
-    not find it, and by address where a flag or a file named another state directory than commands look into."""
-    program = "headrace" if shutil.which("headrace") else sys.argv[0]
+    not find it, and by address where commands do not look into its state directory by themselves."""
+    program = ["headrace" if shutil.which("headrace") else sys.argv[0]]
     state_dir = config.cluster.state_path
-    is_elsewhere = state_dir != load_config().cluster.state_path
-    address, ending = (f" --address {state.grpc_target}", f" --state-dir {state_dir}") if is_elsewhere else ("", "")
-    for name in TLS_SETTINGS if is_elsewhere else ():
-        path = getattr(state, name)
-        address += f" --{name.replace('_', '-')} {path}" if path else ""
-    click.echo(f"  chat with it:         {program} chat{address}")
-    click.echo(f"  look into the cache:  {program} cache ls{address}")
-    click.echo(f"  end it:               {program} down{ending}")
+    address: list[str] = []
+    ending: list[str] = []
+    if not _commands_look_into(state_dir):
+        address, ending = ["--address", state.grpc_target], ["--state-dir", str(state_dir)]
+        for name in TLS_SETTINGS:
+            path = getattr(state, name)
+            address += [f"--{name.replace('_', '-')}", path] if path else []
+    click.echo(f"  chat with it:         {shlex.join([*program, 'chat', *address])}")
+    click.echo(f"  look into the cache:  {shlex.join([*program, 'cache', 'ls', *address])}")
+    click.echo(f"  end it:               {shlex.join([*program, 'down', *ending])}")
+
+
+def _commands_look_into(state_dir: Path) -> bool:
+    """Whether commands find the system of this directory without being told. Not where a flag or a file named it, nor
+    where they refuse their settings, which are valid only together with such a flag or file."""
+    try:
+        return load_config().cluster.state_path == state_dir
+    except ConfigInvalid:
+        return False
 
 
 @click.command(short_help="End the local system.")
@@ -129,7 +141,8 @@ def down(*, state_dir: str | None, as_json: bool) -> None:
       headrace down
     """
     end = load_function("headrace_cluster.launch_local:down", command="down", extra="all")
-    directory = load_config({"state_dir": state_dir}).cluster.state_path
+    # Only where it is counts here; other settings may be valid only together with the flags that it was started by.
+    directory = (ClusterSettings(state_dir=state_dir) if state_dir else load_config().cluster).state_path
     was_up = end(directory, report=say)
     if as_json:
         print_json({"was_up": was_up, "state_dir": str(directory)})
