@@ -61,6 +61,7 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
     route: admin_pb2.ExplainRouteReply | None = None  # what is told of any request
     orders: list[Any] = field(default_factory=list)  # what was asked to be kept, to go, to be budgeted or drained
     pin_bytes_max: int = 100 * BLOCK_BYTES
+    models: tuple[str, ...] = (MODEL,)
     quota: admin_pb2.TenantEntry = field(default_factory=lambda: admin_pb2.TenantEntry(name="acme", role="user"))
     drain_steps: list[dict[str, Any]] = field(default_factory=list)  # what a drain tells, one after the other
     draining: bool = False
@@ -129,8 +130,8 @@ class SmallGateway(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.CacheAdm
                 blocks.setdefault(block_hash, made)
 
     async def ListModels(self, request, context):
-        model = {"id": MODEL, "context_tokens_max": 512, "block_tokens": BLOCK_TOKENS, "namespace": NAMESPACE}
-        return inference_pb2.ListModelsReply(models=[model])
+        model = {"context_tokens_max": 512, "block_tokens": BLOCK_TOKENS, "namespace": NAMESPACE}
+        return inference_pb2.ListModelsReply(models=[model | {"id": name} for name in self.models])
 
     async def Status(self, request, context):
         if self.failure is not None:

@@ -52,7 +52,7 @@ def show_block(*, block: str, model: str, with_text: bool, address: str, as_json
         try:
             listing = client.list_blocks(selector, with_text=with_text)
         except InvalidRequest as refused:
-            if not PART_OF_A_HASH.fullmatch(block):
+            if refused.param != "prefix_text" or not PART_OF_A_HASH.fullmatch(block):
                 raise
             whole = "a block's hash is whole with 32 or 64 digits, as `cache ls` prints it"
             raise InvalidRequest(f"{refused} ({whole})", param=refused.param) from refused

@@ -11,7 +11,7 @@ import click
 from headrace.admin.selection import TokenIds, read_text
 from headrace.admin.terminal import say
 from headrace.client import Message, Prompt, ServedModel
-from headrace.core.errors import UnknownModel
+from headrace.core.errors import InvalidRequest, UnknownModel
 
 STDIN = "-"
 
@@ -66,9 +66,11 @@ def model_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_model(name: str, served: Sequence[ServedModel]) -> ServedModel:
-    """What `--model` means. Raises UnknownModel, or UsageError where it was left out and is needed."""
+    """What `--model` means. Raises UnknownModel, or InvalidRequest where it was left out and is needed: which models
+    there are is the server's state, and no fault of the command line's form."""
     if not name and len(served) > 1:
-        raise click.UsageError(f"say --model; served are {', '.join(model.id for model in served)}")
+        ids = ", ".join(model.id for model in served)
+        raise InvalidRequest(f"several models are served; say --model: {ids}", param="model")
     for model in served:
         if name in ("", model.id):
             return model

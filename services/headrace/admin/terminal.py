@@ -1,7 +1,8 @@
 """What people and scripts see: tables, sizes with units, JSON, exit codes.
 
 Rules: results go to stdout, remarks and progress to stderr, so that output can be piped; plain text where stdout is no
-terminal; `--json` prints one JSON document and nothing else on stdout.
+terminal; `--json` prints JSON and nothing else on stdout: one document, or one a line where a command has many things
+to print, one after the other (`json_lines_option`).
 """
 
 import errno
@@ -39,6 +40,8 @@ FOLDED_CHARS_MIN = 24  # narrower than this, text is a ladder of single words
 # What users sent is shown too (`--text`): it must not steer the terminal of who looks at it.
 CONTROL_TO_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 CONTROL_TO_SHOWN |= dict.fromkeys(b"\t\n\r", " ")
+# Nor show it other signs than are there: these turn the direction of what follows, also behind the cell's end.
+CONTROL_TO_SHOWN |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 UNIX_MS_MAX = 253_402_300_799_000  # the last second of the year 9999, which is the last that datetime has
 
 # Narrower classes first; 2 is click's own (wrong usage).
@@ -192,30 +195,31 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     """Print a table. Columns whose name ends in a space are aligned left, all others right, as numbers are."""
     if title:
         click.secho(title, bold=True)
-    for line in table_lines(columns, rows):
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table_lines(columns, rows, width=width):
         click.echo(line)
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[str]:
     """The lines of a table, each column as wide as its widest cell.
 
-    width: of the terminal; by default that of stdout, and none where stdout is no terminal. Only the last column is
-    folded to fit it, and only where that is text: a hash in pieces cannot be copied, so a line that is longer still is
-    the terminal's to wrap, as it wraps other programs' tables.
+    width: of the terminal; None folds nothing. Only the last column is folded to fit it, only where that is text, and
+    only between words: a hash in pieces cannot be copied, so a line that is longer still is the terminal's to wrap, as
+    it wraps other programs' tables.
     """
-    is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if width is None and is_terminal else width
     cells = [[cell.translate(CONTROL_TO_SHOWN) for cell in row] for row in ([name.strip() for name in columns], *rows)]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     before = sum(widths[:-1]) + len(COLUMN_GAP) * (len(widths) - 1)
     left = width - before if width is not None and columns[-1].endswith(" ") else 0
     lines = []
     for row in cells:
-        last = (wrap(row[-1], left) or [""]) if left >= FOLDED_CHARS_MIN else [row[-1]]
+        last = [row[-1]]
+        if left >= FOLDED_CHARS_MIN:
+            last = wrap(row[-1], left, break_long_words=False, break_on_hyphens=False) or [""]
         padded = [_pad(cell, size, name) for cell, size, name in zip(row[:-1], widths, columns, strict=False)]
         lines.append(COLUMN_GAP.join([*padded, _pad(last[0], widths[-1], columns[-1])]).rstrip())
         lines += [" " * before + more for more in last[1:]]
-    return [click.style(lines[0], bold=True) if is_terminal else lines[0], *lines[1:]]
+    return [click.style(lines[0], bold=True) if sys.stdout.isatty() else lines[0], *lines[1:]]
 
 
 def _pad(cell: str, width: int, column: str) -> str:

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from headrace.admin.cli import main
 from headrace.client import HeadraceClient
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, UnknownModel
 
 
 @pytest.fixture
@@ -52,9 +52,16 @@ def test_why_miss_asks_with_the_prompt_as_it_was_given_and_prints_the_reasons(ru
 
 def test_a_part_of_a_hash_is_not_taken_for_a_prefix_without_a_word(run, small_gateway):
     """Fails when who copied half a hash is told of a prefix that is too short, and of nothing else."""
-    small_gateway.failure = InvalidRequest("the prefix is less than one block", param="prefix")
+    small_gateway.failure = InvalidRequest("the prefix is less than one block", param="prefix_text")
     assert "a block's hash is whole with 32 or 64 digits" in run("cache", "show", "5d0c5b1e").stderr
     assert "hash" not in run("cache", "show", "Once upon").stderr
+
+
+def test_the_hint_on_whole_hashes_is_not_given_for_another_mistake(run, small_gateway):
+    """Fails when who names a model that is not served is told how long hashes are."""
+    small_gateway.failure = UnknownModel("gpt", ["echo-1"])
+    done = run("cache", "show", "5d0c5b1e", "--model", "gpt")
+    assert (done.exit_code, done.stderr) == (3, f"error: {small_gateway.failure}\n")
 
 
 @pytest.mark.parametrize("line", ['{"bad": 1}', '{"messages": [{"role": "user"}]}', "[1, 2", '{"text": ""}'])

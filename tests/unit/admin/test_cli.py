@@ -116,6 +116,16 @@ def test_each_class_of_error_has_its_exit_code_and_its_message(run, small_gatewa
     assert str(failure) in done.stderr
 
 
+@pytest.mark.parametrize("command", [["chat"], ["cache", "verify"]], ids=" ".join)
+def test_a_model_is_asked_for_where_several_are_served_and_scripts_are_told_so_too(run, small_gateway, command):
+    """Fails when what depends on the server is told as wrong usage, on stderr alone."""
+    small_gateway.models = ("echo-1", "echo-2")
+    done = run(*command, "--json", input="Hi\n")
+    told = json.loads(done.stdout)["error"]
+    assert (done.exit_code, told["type"]) == (3, "InvalidRequest")
+    assert "--model: echo-1, echo-2" in told["message"]
+
+
 def test_no_gateway_at_the_address_is_exit_code_6_and_says_how_to_start_one(run):
     done = run("status", "--address", "127.0.0.1:1")
     assert done.exit_code == 6

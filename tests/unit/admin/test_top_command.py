@@ -138,6 +138,25 @@ def test_on_a_terminal_it_is_drawn_in_place_and_leaves_the_cursor_visible(run, s
     assert b"Traceback" not in seen
 
 
+@pytest.mark.parametrize("columns", [72, 100])
+def test_on_a_terminal_no_row_is_folded(run, small_gateway, columns):
+    """Fails when a long text takes more lines than one: what moves must stay in its place."""
+    with HeadraceClient(small_gateway.address) as client:
+        for _ in range(2):
+            client.generate("several words " * 6)
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (40, columns))
+    environment = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
+    process = start_top(small_gateway, "--once", "--text", stdin=its, stdout=its, stderr=its, env=environment)
+    os.close(its)
+    seen, give_up_at = b"", time.monotonic() + 150
+    while (more := _read(ours)) or (process.poll() is None and time.monotonic() < give_up_at):
+        seen += more
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"several words " * 4 in seen
+
+
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65_536) if select.select([terminal], [], [], 0.1)[0] else b""
