@@ -35,7 +35,9 @@ from headrace.wire.v1 import admin_pb2, inference_pb2
 
 def selector_message(selector: Selector) -> admin_pb2.Selector:
     """Encode a selector. Raises InvalidRequest."""
-    return encode(admin_pb2.Selector, **{field.name: getattr(selector, field.name) for field in fields(selector)})
+    values = {field.name: getattr(selector, field.name) for field in fields(selector)}
+    assert values.keys() <= set(admin_pb2.Selector.DESCRIPTOR.fields_by_name)  # no type says it of a dictionary
+    return encode(admin_pb2.Selector, **values)
 
 
 def listing_from_message(message: admin_pb2.ListBlocksReply) -> BlockListing:

@@ -6,7 +6,7 @@ Where a value has a message's fields under the same names, it is read by its nam
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from headrace.client.values import Accepted, CacheOptions, Done, Event, Message, Prompt, Sampling, ServedModel
 from headrace.core.block import CacheSource
@@ -17,6 +17,7 @@ from headrace.wire.v1 import inference_pb2
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Arguments = ParamSpec("Arguments")
 Encoded = TypeVar("Encoded")
 
 SOURCE_TO_WIRE = {
@@ -58,10 +59,13 @@ def generate_request_message(
     return request
 
 
-def encode(kind: Callable[..., Encoded], **values: Any) -> Encoded:
-    """A message with these fields. Raises InvalidRequest where one of them cannot be sent at all."""
+def encode(kind: Callable[Arguments, Encoded], *args: Arguments.args, **values: Arguments.kwargs) -> Encoded:
+    """A message with these fields. Raises InvalidRequest where one of them cannot be sent at all.
+
+    Typed as the message itself is: a misspelt field is our mistake, and must not be told to callers as one of theirs.
+    """
     with refusing_unencodable():
-        return kind(**values)
+        return kind(*args, **values)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -25,6 +26,7 @@ from headrace.client import (
     Selector,
     StoredBlock,
 )
+from headrace.client.admin_messages import selector_message
 from headrace.core.errors import InvalidRequest, WorkerUnavailable
 from headrace.core.limits import CLIENT_DEADLINE_GRACE_MS
 
@@ -141,6 +143,17 @@ async def test_what_no_message_can_carry_is_refused_as_an_invalid_request(client
                 ask(client, method, arguments)
             with pytest.raises(InvalidRequest):
                 await ask_async(other, method, arguments)
+
+
+def test_a_selector_with_a_field_that_no_message_has_is_our_own_mistake():
+    """Fails when a field that was misspelt here is told to the caller as an invalid request."""
+
+    @dataclass(frozen=True, slots=True)
+    class Misspelt(Selector):
+        modle: str = ""
+
+    with pytest.raises(AssertionError):
+        selector_message(Misspelt())
 
 
 def test_leaving_a_stream_early_cancels_it_on_the_server(client, small_gateway):
