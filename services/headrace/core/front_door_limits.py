@@ -1,4 +1,5 @@
-"""Bounds of what a stranger can make a gateway do, with their reasons; those of requests are in `limits.py`."""
+"""Bounds of what a stranger can make a gateway do, with their reasons: rates, connections, calls, audit lines, and what
+parsing, hashing and writing may cost it. Those of a request's size and of what it may ask for are in `limits.py`."""
 
 from headrace.core.limits import API_KEYS_MAX
 
@@ -82,6 +83,12 @@ OLD_CHANNEL_GRACE_S = 3_600.0
 # A body up to so many bytes is parsed on the event loop, which takes 1 ms; a larger one in a thread.
 PARSED_ON_LOOP_BYTES_MAX = 64 * 1024
 
+# Threads of a gateway that parse large bodies and write answers with log-probabilities, all together. Each takes the
+# interpreter from the event loop for a switch interval at a time, so that several keep the loop waiting longer than if
+# it did the work itself: 8 bodies of 4 MB at once held it for 0.59 s in as many threads, for 0.09 s on the loop, and
+# for 0.05 s in one thread.
+BODY_THREADS = 1
+
 # Log-probabilities of one answer that is sent whole, all choices together: 100,000 are 7 MB of JSON, which a thread
 # writes in 0.8 s. A stream has no such bound, since each token's are written as it comes.
 LOGPROBS_OF_REPLY_MAX = 100_000
@@ -89,8 +96,16 @@ LOGPROBS_OF_REPLY_MAX = 100_000
 # Characters of a chat message's `name`; OpenAI's bound.
 SPEAKER_CHARS_MAX = 64
 
+# What an error repeats of the name of a field that is not known here: twice the longest that is known, so that a
+# mistyped one is recognised. A name may be as long as its body.
+FIELD_NAME_CHARS_MAX = 64
+
 # Prompts up to so many tokens are hashed on the event loop, which takes 1 ms; a longer one in a tokenizer's thread.
 HASHED_ON_LOOP_TOKENS_MAX = 16_384
+
+# Blocks whose texts one job of a tokenizer's thread decodes: a listing has LIST_BLOCKS_MAX, 20 times as many, and
+# prompts that come meanwhile wait for one job and not for the whole listing.
+DECODED_BLOCKS_OF_JOB_MAX = 500
 
 # How long a gateway that starts waits for the tokenizers of models that are served already: the first one imports for
 # 3 s on a quiet machine. One that takes calls sooner keeps its first callers waiting for as long, while others, or the

@@ -7,6 +7,7 @@ import grpc
 
 from headrace.core.clock import Deadline
 from headrace.core.errors import HeadraceError
+from headrace.core.front_door_limits import DECODED_BLOCKS_OF_JOB_MAX
 from headrace.core.generation import EvictSelector
 from headrace.core.members import StoreNodeRecord, WorkerRecord
 from headrace.gateway.fleet import IS_ELSEWHERE, TIMEOUT_S, Fleet, all_of
@@ -64,9 +65,12 @@ async def name_blocks(fleet: Fleet, reply: admin_pb2.ListBlocksReply, *, with_te
     if with_text:
         tokenizers, deadline = fleet.service.tokenizers, Deadline.after(TIMEOUT_S, fleet.service.clock)
         for path, blocks in path_to_blocks.items():
-            decode = functools.partial(_decode, blocks, await tokenizers.get(path, deadline=deadline))
-            for block, text in zip(blocks, await tokenizers.run(decode, deadline=deadline), strict=True):
-                block.text = text
+            tokenizer = await tokenizers.get(path, deadline=deadline)
+            for start in range(0, len(blocks), DECODED_BLOCKS_OF_JOB_MAX):
+                some = blocks[start : start + DECODED_BLOCKS_OF_JOB_MAX]
+                decode = functools.partial(_decode, some, tokenizer)
+                for block, text in zip(some, await tokenizers.run(decode, deadline=deadline), strict=True):
+                    block.text = text
 
 
 def _decode(blocks: Sequence[admin_pb2.BlockEntry], tokenizer: PromptTokenizer) -> list[str]:

@@ -5,18 +5,21 @@ rendered in `wire/`; all work is the GatewayService's. Nothing is global: two ap
 """
 
 import asyncio
+import functools
+import inspect
 import ipaddress
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from headrace.core.errors import HeadraceError, InvalidRequest, PermissionDenied, RequestTooLarge, UnknownModel
 from headrace.core.front_door_limits import PARSED_ON_LOOP_BYTES_MAX
@@ -39,6 +42,10 @@ log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's word for it; nobody is there to read it
 
+# When a model was made is nowhere written down, and OpenAI's clients expect a time: the same one of every gateway, as a
+# client that asks again by another one would take a later time for another model.
+MODEL_CREATED_UNIX_S = 0
+
 
 def build_http_app(
     service: GatewayService,
@@ -46,14 +53,14 @@ def build_http_app(
     metrics_text: Callable[[], bytes] | None = None,
     keyless_at_home: bool = False,
     allowed_origins: Sequence[str] = (),
-) -> Starlette:
+) -> ASGIApp:
     """The app over a started service. `metrics_text` gives the Prometheus exposition for `/metrics`, if any.
 
     keyless_at_home: where no keys are asked for, whoever calls this machine by another name than its own is refused.
     allowed_origins: of web pages whose browsers may let them read what they are answered; "*" is every page.
     """
     api = _Api(service, metrics_text, keyless_at_home)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/models", api.list_models),
             Route("/v1/models/{model:path}", api.get_model),
@@ -63,7 +70,6 @@ def build_http_app(
             Route("/ready", api.ready),
             Route("/metrics", api.metrics),
         ],
-        middleware=[_cors(allowed_origins)] if allowed_origins else [],
         exception_handlers={
             HTTPException: api.http_error,
             HeadraceError: api.error,
@@ -71,17 +77,28 @@ def build_http_app(
             Exception: api.error,
         },
     )
+    return _with_cors(app, allowed_origins) if allowed_origins else app
 
 
-def _cors(allowed_origins: Sequence[str]) -> Middleware:
-    """Cookies are never meant: a page sends its key as everybody does."""
-    return Middleware(
-        CORSMiddleware,
+def _with_cors(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:
+    """Around the whole app: Starlette answers unexpected errors outside of its middleware, and a page reads those too.
+
+    Cookies are never meant: a page sends its key as everybody does. Browsers ask separately whether a public page may
+    call into a private network: pages that are named may, "*" is not meant so.
+    """
+    private: dict[str, Any] = {"allow_private_network": "*" not in allowed_origins} if _KNOWS_PRIVATE_NETWORKS else {}
+    return CORSMiddleware(
+        app,
         allow_origins=allowed_origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
         expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        **private,
     )
+
+
+# Newer releases of Starlette refuse such a preflight unless they are told so; older ones pass over what is asked.
+_KNOWS_PRIVATE_NETWORKS = "allow_private_network" in inspect.signature(CORSMiddleware).parameters
 
 
 class _Api:
@@ -93,7 +110,6 @@ class _Api:
         self._service = service
         self._metrics_text = metrics_text
         self._keyless_at_home = keyless_at_home
-        self._began_unix_s = service.clock.unix_ms() // 1000
 
     def _caller(self, request: Request) -> Tenant:
         """Who asks. Raises Unauthenticated, InvalidRequest, before anything of the request's body is read."""
@@ -114,7 +130,7 @@ class _Api:
         return JSONResponse(self._entry(found))
 
     def _entry(self, model: ServedModel) -> Json:
-        return render_model(model.name, created_unix_s=self._began_unix_s, context_tokens_max=model.tokens_max)
+        return render_model(model.name, created_unix_s=MODEL_CREATED_UNIX_S, context_tokens_max=model.tokens_max)
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, parse_chat_body, chat=True)
@@ -162,14 +178,16 @@ class _Api:
         """Read, parse and generate. Errors until the first token have an HTTP status of their own."""
         tenant = self._caller(request)
         body = await read_body(request)
-        is_large = len(body) > PARSED_ON_LOOP_BYTES_MAX
-        wanted = await asyncio.to_thread(_parse, body, parse) if is_large else _parse(body, parse)
+        parsing = functools.partial(_parse, body, parse)
+        loop, is_large = asyncio.get_running_loop(), len(body) > PARSED_ON_LOOP_BYTES_MAX
+        wanted = await loop.run_in_executor(self._service.body_thread, parsing) if is_large else parsing()
         events = within_callers_trace(request.headers.get(TRACEPARENT), self._generate(wanted, tenant))
         created_unix_s = self._service.clock.unix_ms() // 1000
         headers = _request_id_headers(request)
         try:
             if not wanted.stream:
-                whole = collect_reply(events, wanted, chat=chat, created_unix_s=created_unix_s)
+                thread = self._service.body_thread
+                whole = collect_reply(events, wanted, chat=chat, created_unix_s=created_unix_s, thread=thread)
                 reply = await until_disconnect(request.receive, whole)
                 return Response(reply, media_type="application/json", headers=headers)
             opening = await until_disconnect(request.receive, read_opening(events))

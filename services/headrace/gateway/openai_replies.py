@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
 from contextlib import aclosing
 from typing import Any
 
@@ -52,9 +53,14 @@ async def read_opening(events: AsyncGenerator[NumberedEvent, None]) -> list[Numb
 
 
 async def collect_reply(
-    events: AsyncGenerator[NumberedEvent, None], wanted: OpenAiRequest, *, chat: bool, created_unix_s: int
+    events: AsyncGenerator[NumberedEvent, None],
+    wanted: OpenAiRequest,
+    *,
+    chat: bool,
+    created_unix_s: int,
+    thread: Executor,
 ) -> bytes:
-    """Read a whole answer and write it as JSON: that of many log-probabilities off the loop."""
+    """Read a whole answer and write it as JSON: one with log-probabilities, which may be large, in `thread`."""
     reply = _Reply(wanted, chat=chat, created_unix_s=created_unix_s)
     choices: dict[int, ChoiceText] = {}
     async with aclosing(events):
@@ -76,7 +82,7 @@ async def collect_reply(
         ordered = [choices[i] for i in sorted(choices)]
         return _encode_in_pieces(render_reply(reply.head, ordered, reply.usage(), reply.workers())).encode()
 
-    return await asyncio.to_thread(write) if wanted.logprobs else write()
+    return await asyncio.get_running_loop().run_in_executor(thread, write) if wanted.logprobs else write()
 
 
 class _Reply:

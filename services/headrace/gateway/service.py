@@ -7,6 +7,7 @@ one turn their requests into ClientRequest and render what `generate` yields.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from headrace.config import GatewaySettings
 from headrace.core.choose_workers import RoutingRule
 from headrace.core.clock import Clock, Deadline
 from headrace.core.errors import IndexUnavailable, InvalidRequest, WorkerUnavailable
+from headrace.core.front_door_limits import BODY_THREADS
 from headrace.core.generation import WorkerId
 from headrace.core.limits import (
     GATEWAY_INFLIGHT_MAX,
@@ -86,6 +88,7 @@ class GatewayService:
         self.recent_prompts = RecentPrompts()
         self.seen_holders = SeenHolders()
         self.tokenizers = tokenizers or Tokenizers()
+        self.body_thread = ThreadPoolExecutor(BODY_THREADS, thread_name_prefix="bodies")
         self._observers = observers
         self._targets = LatencyTargets(ttft_s=settings.ttft_slo_ms / 1000, itl_s=settings.itl_slo_ms / 1000)
         self.planner = RoutePlanner(
@@ -138,13 +141,14 @@ class GatewayService:
             task.add_done_callback(_log_end)
 
     async def stop(self) -> None:
-        """Stop refreshing and the tokenizer threads. Requests under way end with their callers. Idempotent."""
+        """Stop refreshing and the threads. Requests under way end with their callers. Idempotent."""
         running = [task for task in (self._refreshing, *self._stepping) if task is not None]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         self._refreshing, self._stepping = None, []
         self.tokenizers.close()
+        self.body_thread.shutdown(wait=False, cancel_futures=True)
 
     def ready(self) -> bool:
         """Whether a request could be served now: this gateway follows the workers, knows one that decodes, and does

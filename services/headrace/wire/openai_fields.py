@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.core.errors import InvalidRequest, UnsupportedField
+from headrace.core.front_door_limits import FIELD_NAME_CHARS_MAX
 
 JsonObject = Mapping[str, Any]
-
-NAME_CHARS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def _same(value: Any, unused: Any) -> bool:
 
 def _printable(name: str) -> str:
     """A field's name as it can be told: JSON's escapes can spell half a surrogate pair."""
-    return name[:NAME_CHARS_MAX].encode("utf-8", "replace").decode()
+    return name[:FIELD_NAME_CHARS_MAX].encode("utf-8", "replace").decode()
 
 
 _READ = frozenset(

@@ -11,7 +11,10 @@ from tiny_gateway import BLOCK_TOKENS, CountingTokenizers, make_namespace, make_
 
 from headrace.blocks.host_arena import UNIT_BYTES
 from headrace.core.errors import IndexUnavailable, WorkerUnavailable
+from headrace.core.front_door_limits import DECODED_BLOCKS_OF_JOB_MAX
 from headrace.engine.block_pool import Selection
+from headrace.gateway.fleet import Fleet
+from headrace.gateway.list_everywhere import name_blocks
 from headrace.wire.v1 import admin_pb2
 
 
@@ -245,6 +248,19 @@ async def test_the_text_of_a_listing_is_decoded_off_the_loop(model_path):
         assert sorted(block.text for block in listing.blocks) == ["adta", "edhe", "shar"]
         assert len(tokenizers.threads) == 1, "all of a model's blocks at once"
     assert threading.main_thread() not in tokenizers.threads
+
+
+async def test_the_text_of_a_long_listing_is_decoded_in_pieces(model_path):
+    """Fails when prompts wait in the tokenizer's threads until ten thousand blocks are decoded, or pieces are mixed."""
+    tokenizers, texts = CountingTokenizers(), [f"{number:04}" for number in range(2 * DECODED_BLOCKS_OF_JOB_MAX + 1)]
+    async with admin_over(model_path, tokenizers=tokenizers) as admin:
+        listing = admin_pb2.ListBlocksReply()
+        for text in texts:
+            listing.blocks.add(base_namespace=make_namespace().id, token_ids=token_ids_of(text))
+        fleet = Fleet(admin.gateway.service, channel_to=admin.channel_to)
+        await name_blocks(fleet, listing, with_text=True)
+    assert [block.text for block in listing.blocks] == texts
+    assert len(tokenizers.threads) == 3
 
 
 async def test_status_names_everybody(model_path):

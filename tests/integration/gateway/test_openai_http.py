@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 from contextlib import asynccontextmanager
 
 import httpx
 import openai
 import pytest
 import uvicorn
+from hand_clock import HandClock
 from tiny_gateway import BLOCK_TOKENS, answer_text, make_worker_record, tiny_gateway, until
 
 from headrace.core.errors import Overloaded, WorkerUnavailable
@@ -300,6 +302,28 @@ async def test_a_large_body_is_read_as_a_small_one_is(model_path):
         gateway.assert_at_rest()
 
 
+LARGE = {
+    "a large body": {"prompt": [1, 2]},
+    "log-probabilities": {"prompt": [1, 2], "logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+async def test_large_bodies_and_answers_take_turns_in_one_thread(model_path, what):
+    """Fails when each has a thread of its own: all of them together keep the loop waiting longer than one."""
+    body = json.dumps({"model": "tiny", "max_tokens": 2} | LARGE[what])
+    body += " " * PARSED_ON_LOOP_BYTES_MAX if what == "a large body" else ""
+    async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
+        transport = httpx.ASGITransport(build_http_app(gateway.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            await client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
+            before = set(threading.enumerate())
+            replies = await asyncio.gather(*(client.post("/v1/completions", content=body) for _ in range(8)))
+            assert {reply.status_code for reply in replies} == {200}
+            begun = [each.name for each in threading.enumerate() if each not in before]
+    assert [name for name in begun if name.startswith(("bodies", "asyncio"))] == ["bodies_0"]
+
+
 async def test_only_pages_that_are_named_may_read_what_they_are_answered(model_path):
     """Fails when a browser keeps a chat page from the API, or lets any page use it."""
     async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
@@ -324,6 +348,50 @@ async def test_only_pages_that_are_named_may_read_what_they_are_answered(model_p
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             assert (await client.options("/v1/models", headers=asked)).status_code == 405
             assert (await client.head("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize(("origins", "allowed"), [(("https://chat.example",), "true"), (("*",), None)])
+async def test_pages_that_are_named_may_call_into_a_private_network(model_path, origins, allowed):
+    """Fails when a browser keeps a named page of the internet from a gateway at home, or lets every page call it."""
+    async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
+        transport = httpx.ASGITransport(build_http_app(gateway.service, allowed_origins=origins))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            asked = {
+                "origin": "https://chat.example",
+                "access-control-request-method": "POST",
+                "access-control-request-private-network": "true",
+            }
+            before = await client.options("/v1/chat/completions", headers=asked)
+    assert before.headers.get("access-control-allow-private-network") == allowed
+    assert before.is_success == bool(allowed)
+
+
+async def test_a_page_may_read_that_a_bug_ended_its_request(model_path):
+    """Fails when a page sees a failed network instead of the error."""
+    async with tiny_gateway(*WORKERS, model_path=model_path) as gateway:
+        app = build_http_app(gateway.service, metrics_text=a_bug, allowed_origins=("https://chat.example",))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            reply = await client.get("/metrics", headers={"origin": "https://chat.example"})
+    assert (reply.status_code, "error" in reply.json()) == (500, True)
+    assert reply.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def a_bug():
+    raise ValueError("a bug")
+
+
+async def test_a_model_is_as_old_at_every_gateway(model_path):
+    """Fails when a client that asks two gateways in turn sees a model change."""
+    clock, created = HandClock(), []
+    async with tiny_gateway(*WORKERS, model_path=model_path, clock=clock) as gateway:
+        for _ in range(2):
+            transport = httpx.ASGITransport(build_http_app(gateway.service))
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                created += [model["created"] for model in (await client.get("/v1/models")).json()["data"]]
+            clock.seconds += 5
+    assert len(created) == 2
+    assert created[0] == created[1]
 
 
 async def test_other_paths_and_methods_answer_in_openais_shape_too(model_path):
