@@ -160,10 +160,9 @@ class CacheAdminRpc(admin_pb2_grpc.CacheAdminServicer):
         scope.require_all("examine the system")
         if request.fix:
             with audited_change(scope.tenant.name, "doctor --fix", {}) as change:
-                findings = await examine_system(self._fleet, fix=True)
-                change.effect = {f"{each.check} {each.holder}": each.fixed for each in findings if each.fixed}
+                findings = await examine_system(self._fleet, fixing=change)
         else:
-            findings = await examine_system(self._fleet, fix=False)
+            findings = await examine_system(self._fleet)
         return admin_pb2.DoctorReply(findings=[admin_pb2.Finding(**dataclasses.asdict(each)) for each in findings])
 
     async def _read_block(self, request: admin_pb2.ReadBlockRequest, scope: AdminScope) -> admin_pb2.StoredBlock:

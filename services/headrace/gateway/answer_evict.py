@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headrace.core.generation import EvictReport, EvictSelector
+from headrace.core.generation import ControlOutcome, EvictReport, EvictSelector
 from headrace.core.limits import LIST_BLOCKS_MAX
 from headrace.gateway.admin_scope import AdminScope
 from headrace.gateway.audit_log import asked_of, audited_change, ended_at
@@ -22,8 +22,8 @@ async def answer_evict(fleet: Fleet, scope: AdminScope, request: admin_pb2.Evict
         with audited_change(scope.tenant.name, "evict", asked_of(request.selector)) as change:
             selectors, reports = await _evict(fleet, scope, request)
             change.effect = _effect(reports)
-            errors = sum(bool(report.error) for report in reports)
-            change.ended = ended_at([report.holder for report in reports if not report.error], errors=errors)
+            outcomes = [_outcome(report) for report in reports if not report.error]
+            change.ended = ended_at(outcomes, errors=len(reports) - len(outcomes))
     return await _priced_reply(fleet, request, selectors, reports)
 
 
@@ -34,6 +34,13 @@ async def _evict(
     holders = request.selector.holders
     reports = await evict_everywhere(fleet, selectors, dry_run=request.dry_run, holders=holders, who=scope.tenant.name)
     return selectors, reports
+
+
+def _outcome(report: EvictReport) -> ControlOutcome:
+    if report.blocks:
+        return ControlOutcome.DONE
+    skipped = report.skipped_leased_blocks or report.skipped_pinned_blocks
+    return ControlOutcome.REFUSED if skipped else ControlOutcome.NOT_HELD
 
 
 def _effect(reports: Sequence[EvictReport]) -> dict[str, object]:

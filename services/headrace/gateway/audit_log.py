@@ -16,6 +16,7 @@ from enum import StrEnum
 from headrace.core.clock import Clock
 from headrace.core.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from headrace.core.front_door_limits import AUDIT_CHARS_MAX, AUDIT_PEERS_MAX, AUDIT_REFUSALS_MS, AUDIT_VALUES_MAX
+from headrace.core.generation import ControlOutcome
 from headrace.wire.status import message_of
 from headrace.wire.v1 import admin_pb2
 
@@ -26,7 +27,7 @@ class ChangeEnd(StrEnum):
     """How a change ended."""
 
     DONE = "done"  # at one holder at least; the effect says what each of them did
-    REFUSED = "refused"  # nothing has changed: it may not be, or cannot be as it was asked for
+    REFUSED = "refused"  # nothing has changed: it may not be, cannot be as it was asked for, or nobody holds it
     FAILED = "failed"  # part of it may be done: the effect says what is known
     ABANDONED = "abandoned"  # nobody waited for its end, or the gateway stopped; as FAILED
 
@@ -60,14 +61,14 @@ def audited_change(who: str, what: str, asked: Mapping[str, object]) -> Iterator
 
 
 def ended_at(outcomes: Sequence[str], *, errors: int) -> ChangeEnd:
-    """How a change ended that was given to several holders: their words, and how many of them did not answer.
+    """How a change ended that was given to several holders: the outcomes (`ControlOutcome`) of those that answered, and
+    how many did not.
 
-    Failed if none answered, refused if one refused and none did anything, else done.
+    Done if one of them did it. Else failed if one did not answer, since that one may have done it; else refused.
     """
-    if errors and not outcomes:
-        return ChangeEnd.FAILED
-    refused = ChangeEnd.REFUSED in outcomes and ChangeEnd.DONE not in outcomes
-    return ChangeEnd.REFUSED if refused else ChangeEnd.DONE
+    if ControlOutcome.DONE in outcomes:
+        return ChangeEnd.DONE
+    return ChangeEnd.FAILED if errors else ChangeEnd.REFUSED
 
 
 def audit(

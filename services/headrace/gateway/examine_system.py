@@ -16,6 +16,7 @@ from headrace.core.generation import EvictSelector
 from headrace.core.index_limits import INDEX_SWEEP_ENTRIES
 from headrace.core.limits import CLOCK_SKEW_MS_MAX, DOCTOR_CHAINS_MAX, LIST_BLOCKS_MAX, MEMBER_TTL_MS
 from headrace.core.members import StoreNodeRecord, WorkerRecord
+from headrace.gateway.audit_log import AuditedChange
 from headrace.gateway.carry_budgets import carry_budgets, filed_budgets, read_budgets
 from headrace.gateway.compare_with_index import IndexGaps, KnownChain, compare_with_index
 from headrace.gateway.examine_node import examine_node
@@ -26,9 +27,9 @@ from headrace.wire.status import error_of_call, message_of
 from headrace.wire.v1 import admin_pb2
 
 
-async def examine_system(fleet: Fleet, *, fix: bool) -> list[Finding]:
-    """Every finding, good ones too. fix: nodes that the index misrepresents register again, budgets that differ are
-    carried, dead entries are swept."""
+async def examine_system(fleet: Fleet, *, fixing: AuditedChange | None = None) -> list[Finding]:
+    """Every finding, good ones too. fixing: nodes that the index misrepresents register again, budgets that differ are
+    carried, dead entries are swept, and each is written into this change at once, as what comes later may fail."""
     service = fleet.service
     await service.refresh()
     workers = service.table.records()
@@ -40,18 +41,24 @@ async def examine_system(fleet: Fleet, *, fix: bool) -> list[Finding]:
         nodes, findings = (), [Finding("index", "", False, str(away))]
     if not nodes:
         findings.append(Finding("store nodes", "", False, "none is announced; nothing is kept but in workers' pools"))
-    findings += await _examine_nodes(fleet, nodes, fix=fix)
+    findings += await _examine_nodes(fleet, nodes, fixing)
     for worker in workers:
         findings += await _examine_worker(service, worker)
     if not workers:
         findings.append(Finding("workers", "", False, "none is announced; no request can be served"))
     findings += _examine_namespaces(workers)
-    if fix:
-        findings.append(await _sweep(service, nodes))
+    if fixing is not None:
+        findings.append(_noted(fixing, await _sweep(service, nodes)))
     return findings
 
 
-async def _examine_nodes(fleet: Fleet, nodes: Sequence[StoreNodeRecord], *, fix: bool) -> list[Finding]:
+def _noted(fixing: AuditedChange, finding: Finding) -> Finding:
+    if finding.fixed:
+        fixing.effect[f"{finding.check} {finding.holder}"] = finding.fixed
+    return finding
+
+
+async def _examine_nodes(fleet: Fleet, nodes: Sequence[StoreNodeRecord], fixing: AuditedChange | None) -> list[Finding]:
     taking_nodes = sum(not node.draining for node in nodes)
     # One listing's worth of blocks over all nodes, so that a large fleet does not fill the gateway's memory.
     share = max(1, LIST_BLOCKS_MAX // max(1, len(nodes)))
@@ -60,12 +67,12 @@ async def _examine_nodes(fleet: Fleet, nodes: Sequence[StoreNodeRecord], *, fix:
     )
     listings = {each.node: each.blocks for each in examined if each.blocks is not None}
     findings = [finding for each in examined for finding in each.findings]
-    findings += await _examine_index(fleet, listings, fix=fix)
-    return findings + await _examine_budgets(fleet, tuple(listings), fix=fix)
+    findings += await _examine_index(fleet, listings, fixing)
+    return findings + await _examine_budgets(fleet, tuple(listings), fixing)
 
 
 async def _examine_index(
-    fleet: Fleet, listings: Mapping[StoreNodeRecord, Sequence[Any]], *, fix: bool
+    fleet: Fleet, listings: Mapping[StoreNodeRecord, Sequence[Any]], fixing: AuditedChange | None
 ) -> list[Finding]:
     recent = fleet.service.recent_prompts.latest(DOCTOR_CHAINS_MAX)
     asked_for = [KnownChain(each.prompt.namespace, each.prompt.chain) for each in recent if each.prompt.chain]
@@ -78,8 +85,9 @@ async def _examine_index(
     findings = []
     for node in listings:
         finding = _index_finding(node, gaps[node.holder_id])
-        if fix and not finding.ok:
+        if fixing is not None and not finding.ok:
             finding.fixed = await _register_again(fleet, node)
+            _noted(fixing, finding)
         findings.append(finding)
     return findings
 
@@ -90,7 +98,7 @@ def _index_finding(node: StoreNodeRecord, gaps: IndexGaps) -> Finding:
         wrong.append(f"{gaps.missing_blocks:,} blocks that it holds are not in the index")
     if gaps.stale_blocks:
         wrong.append(f"the index names {gaps.stale_blocks:,} blocks that it does not hold")
-    looked_at = f"{gaps.chains:,} chains looked at"
+    looked_at = f"{gaps.chains:,} {'chain' if gaps.chains == 1 else 'chains'} looked at"
     return Finding("index entries", node.holder_id, not wrong, "; ".join([*wrong, looked_at]))
 
 
@@ -103,21 +111,25 @@ async def _register_again(fleet: Fleet, node: StoreNodeRecord) -> str:
     return f"registers its {reply.blocks:,} blocks again"
 
 
-async def _examine_budgets(fleet: Fleet, nodes: Sequence[StoreNodeRecord], *, fix: bool) -> list[Finding]:
+async def _examine_budgets(
+    fleet: Fleet, nodes: Sequence[StoreNodeRecord], fixing: AuditedChange | None
+) -> list[Finding]:
     """Every node ought to keep the same table; one that lacks a row lets that tenant take what it will."""
     tables = await read_budgets(fleet, nodes)
     wanted = merge_budgets(tables.by_holder.values())
     findings = [Finding("budgets", holder, False, error) for holder, error in tables.errors.items()]
     apart = {holder: rows_to_send(wanted, table) for holder, table in tables.by_holder.items()}
-    complaints = await carry_budgets(fleet, nodes, filed=filed_budgets(fleet)) if fix and any(apart.values()) else {}
+    carrying = fixing is not None and any(apart.values())
+    complaints = await carry_budgets(fleet, nodes, filed=filed_budgets(fleet)) if carrying else {}
     for holder, rows in apart.items():
         if not rows:
             findings.append(Finding("budgets", holder, True, f"{len(wanted):,}, as on every node"))
             continue
         named = ", ".join(repr(row.account) for row in rows[:3])
         finding = Finding("budgets", holder, False, f"{len(rows):,} differ from other nodes': {named}")
-        if fix:
+        if fixing is not None:
             finding.fixed = "" if holder in complaints else f"{len(rows):,} carried from other nodes"
+            _noted(fixing, finding)
         findings.append(finding)
     return findings
 

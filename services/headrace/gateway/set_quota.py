@@ -23,7 +23,8 @@ async def set_quota(fleet: Fleet, scope: AdminScope, request: admin_pb2.SetQuota
     nothing has changed. Nodes that refused or did not answer, while others took it, are named in the reply.
     """
     scope.require_all("set quotas")
-    with audited_change(scope.tenant.name, "set quota", {"tenant": request.tenant, "reset": request.reset}) as change:
+    asked = {"reset": request.reset} | {field.name: value for field, value in request.ListFields()}
+    with audited_change(scope.tenant.name, "set quota", asked) as change:
         tenant = next((each for each in scope.tenants if each.name == request.tenant), None)
         if tenant is None:
             raise InvalidRequest(f"there is no tenant {request.tenant[:80]!r}", param="tenant")
@@ -81,8 +82,9 @@ def _row(
 
 
 def _refused(failed: dict[str, HeadraceError]) -> HeadraceError:
-    """What to tell an operator whose word no node took."""
-    for holder, error in failed.items():
-        if isinstance(error, InvalidRequest):
-            return InvalidRequest(f"nothing was set: {holder}: {message_of(error)}", param=error.param)
+    """What to tell an operator whose word no node took: that it is wrong only if all of them said so."""
+    wrong = [(holder, error) for holder, error in failed.items() if isinstance(error, InvalidRequest)]
+    if len(wrong) == len(failed):
+        holder, error = wrong[0]
+        return InvalidRequest(f"nothing was set: {holder}: {message_of(error)}", param=error.param)
     return StoreUnavailable("of this deployment", "none took the quota; nothing was set, ask again when one answers")

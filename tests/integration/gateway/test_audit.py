@@ -26,7 +26,7 @@ from headrace.core.errors import (
 )
 from headrace.core.front_door_limits import AUDIT_CHARS_MAX, AUDIT_PEERS_MAX
 from headrace.core.tenants import HashedKey, KeyRing, Tenant, TenantRole, new_key
-from headrace.gateway.audit_log import RefusalLog, audited_change
+from headrace.gateway.audit_log import RefusalLog, audited_change, ended_at
 from headrace.gateway.carry_out import carry_out
 from headrace.gateway.openai_http import build_http_app
 from headrace.telemetry.gateway_metrics import GatewayMetrics
@@ -128,6 +128,86 @@ async def test_a_change_that_no_holder_answered_has_failed(model_path, caplog):
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await whole_answer(getattr(admin.stub, rpc)(request, metadata=as_(OPERATOR)))
             assert [line["ended"] for line in lines_of(caplog)] == ["failed"], rpc
+
+
+@pytest.mark.parametrize(("dead_nodes", "ended"), [([], "refused"), (["n9"], "failed")])
+async def test_an_order_about_what_nobody_holds_is_not_done(model_path, caplog, dead_nodes, ended):
+    """Fails when the line says that something was done where nobody did anything."""
+    caplog.set_level("INFO", "headrace.audit")
+    async with admin_over(model_path, "n1", dead_nodes=dead_nodes, key_ring=RING) as admin:
+        holders = [f"node:{node_id}" for node_id in ("n1", *dead_nodes)]
+        nothing = admin_pb2.Selector(prefix_text="nobody ever sent this", tenant="acme", holders=holders)
+        orders = {
+            "Pin": admin_pb2.PinRequest(selector=nothing),
+            "Unpin": admin_pb2.PinRequest(selector=nothing),
+            "SetTtl": admin_pb2.SetTtlRequest(selector=nothing, ttl_s=60),
+            "Evict": admin_pb2.EvictRequest(selector=nothing),
+        }
+        for rpc, request in orders.items():
+            caplog.clear()
+            await getattr(admin.stub, rpc)(request, metadata=as_(OPERATOR))
+            assert [line["ended"] for line in lines_of(caplog)] == [ended], rpc
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "errors", "ended"),
+    [
+        (["not held", "done"], 1, "done"),
+        (["refused", "done"], 0, "done"),
+        (["refused", "not held"], 0, "refused"),
+        (["refused", "not held"], 1, "failed"),
+        ([], 1, "failed"),
+        ([], 0, "refused"),
+    ],
+)
+def test_an_order_to_several_is_done_where_one_did_it_and_refused_only_where_all_answered(outcomes, errors, ended):
+    """Fails when a holder that did not answer, and may have done it, is taken for one that did nothing."""
+    assert ended_at(outcomes, errors=errors) == ended
+
+
+async def test_a_quota_that_one_node_refuses_and_another_may_have_taken_has_failed(model_path, caplog):
+    """Fails when an operator is told that its word was wrong and nothing changed, which nobody knows."""
+    caplog.set_level("INFO", "headrace.audit")
+    request = admin_pb2.SetQuotaRequest(tenant="acme", bytes_min=1 << 40)
+    for dead_nodes, code, ended in (
+        ([], grpc.StatusCode.INVALID_ARGUMENT, "refused"),
+        (["n9"], grpc.StatusCode.UNAVAILABLE, "failed"),
+    ):
+        caplog.clear()
+        async with admin_over(model_path, "n1", dead_nodes=dead_nodes, key_ring=RING) as admin:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await admin.stub.SetQuota(request, metadata=as_(OPERATOR))
+        assert raised.value.code() is code
+        (line,) = lines_of(caplog)
+        assert line["ended"] == ended
+
+
+async def test_a_quota_that_was_refused_at_once_is_written_down_with_its_bounds(model_path, caplog):
+    """Fails when nobody can tell later what was asked for."""
+    caplog.set_level("INFO", "headrace.audit")
+    async with admin_over(model_path, "n1", key_ring=RING) as admin:
+        request = admin_pb2.SetQuotaRequest(tenant="nobody", bytes_max=0, bytes_min=7)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await admin.stub.SetQuota(request, metadata=as_(OPERATOR))
+    (line,) = lines_of(caplog)
+    assert line["asked"] == {"tenant": "nobody", "reset": False, "bytes_max": 0, "bytes_min": 7}
+
+
+async def test_repairs_before_the_one_that_failed_are_written_down(model_path, caplog):
+    """Fails when a repair that ends half-way leaves a line as if nothing had been touched."""
+    caplog.set_level("INFO", "headrace.audit")
+    async with admin_over(model_path, "n1", key_ring=RING) as admin:
+        store_text(admin.kits["n1"], TEXT, group=USER.trust_group)
+
+        async def sweep(live, *, limit):
+            raise ValueError("a bug")
+
+        admin.gateway.service.index.sweep = sweep
+        with pytest.raises(grpc.aio.AioRpcError):
+            await admin.stub.Doctor(admin_pb2.DoctorRequest(fix=True), metadata=as_(OPERATOR))
+    (line,) = lines_of(caplog)
+    assert (line["what"], line["ended"]) == ("doctor --fix", "failed")
+    assert line["effect"] == {"index entries node:n1": "registers its 4 blocks again"}
 
 
 async def test_a_caller_without_the_right_begins_nothing_and_leaves_no_line_of_a_change(model_path, caplog):

@@ -163,7 +163,7 @@ async def test_a_gateway_that_does_not_answer_is_named_and_keeps_nobody_waiting(
     fleet, found = Fleet(two.gateways[0]._service, channel_to=Channels().to), {}
     async with asyncio.timeout(60):
         while not found:  # a busy machine's Redis may be late for a listing
-            findings = await examine_system(fleet, fix=False)
+            findings = await examine_system(fleet)
             found = {f.holder: f.ok for f in findings if f.holder.startswith("gateway:")}
     assert found == {
         "gateway:a": True,
@@ -242,5 +242,7 @@ async def test_a_gateway_starts_without_an_index_that_is_away():
     """Fails, by the time-out of every test, when a gateway waits for a whole mirror before it serves."""
     gateway = build_gateway(load_config({"redis_url": "redis://127.0.0.1:1/0"}, environ={}), calls=TinyCalls({}, None))
     await gateway.start()
-    assert not gateway._service.index_available
-    await gateway.stop()
+    try:
+        assert not gateway._service.index_available
+    finally:
+        await gateway.stop()

@@ -26,7 +26,7 @@ async def ills(system: ComposedSystem) -> set[tuple[str, str]]:
                 opened.push_async_callback(channels[address].close)
             return channels[address]
 
-        findings = await examine_system(Fleet(system.gateway._service, channel_to=channel_to), fix=False)
+        findings = await examine_system(Fleet(system.gateway._service, channel_to=channel_to))
     assert {"index", "store node", "index entries", "worker"} <= {each.check for each in findings}
     return {(each.check, each.detail) for each in findings if not each.ok}
 

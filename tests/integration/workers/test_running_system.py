@@ -112,7 +112,7 @@ async def ills(system: SmallSystem) -> dict[str, str]:
     """What the doctor finds wrong: check -> detail."""
     async with grpc.aio.insecure_channel("127.0.0.1:1") as nowhere:
         fleet = Fleet(system.gateway, channel_to=lambda address: nowhere)
-        return {finding.check: finding.detail for finding in await examine_system(fleet, fix=False) if not finding.ok}
+        return {finding.check: finding.detail for finding in await examine_system(fleet) if not finding.ok}
 
 
 async def indexed(store_node: StoreNodeService, prompt: HashedPrompt) -> None:
