@@ -394,12 +394,20 @@ def _check_gateway(gateway: GatewaySettings) -> None:
     if gateway.hash_algorithm not in set(HashAlgorithm):
         raise ConfigInvalid("hash_algorithm", f"must be one of {', '.join(HashAlgorithm)}")
     for origin in gateway.allowed_origins:
-        if origin != "*" and not re.fullmatch(r"https?://[^/?#@\s*]+", origin):
+        if origin != "*" and not re.fullmatch(r"https?://[^/?#@\s*]+", origin, re.IGNORECASE):
             raise ConfigInvalid("http_allowed_origins", f"{origin!r} is no origin, as https://chat.example:8443 is")
+        if origin != (sent := _as_browsers_send(origin)):
+            raise ConfigInvalid("http_allowed_origins", f"{origin!r} must be {sent!r}, which is what browsers send")
         if origin == "*" and not gateway.tenants_file:
             raise ConfigInvalid("http_allowed_origins", "must not be * without a tenants_file: every page could ask")
     if gateway.tenants_file and gateway.hash_algorithm != HashAlgorithm.SHA256:
         raise ConfigInvalid("hash_algorithm", "must be sha256 with a tenants_file: tenants might construct collisions")
+
+
+def _as_browsers_send(origin: str) -> str:
+    """In lower case, without the port that its scheme has anyway."""
+    origin = origin.lower()
+    return origin.removesuffix(":443" if origin.startswith("https:") else ":80")
 
 
 def _check_cluster(cluster: ClusterSettings) -> None:

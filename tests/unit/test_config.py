@@ -108,12 +108,34 @@ def test_tenants_need_the_hash_that_withstands_collisions():
 
 
 @pytest.mark.parametrize(
-    "origins", ["chat.example", "https://a.example/", "https://*.example", "https://a https://b", "*"]
+    "origins",
+    ["chat.example", "https://a.example/", "https://*.example", "https://a https://b", "*", "ftp://a.example"],
 )
 def test_an_origin_that_browsers_would_never_send_is_refused(origins):
     """Fails when a slip lets no page in and says nothing, or lets every page in where there are no keys."""
     with pytest.raises(ConfigInvalid, match="http_allowed_origins"):
         load_config({"http_allowed_origins": origins}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("origin", "sent"),
+    [
+        ("https://Chat.example", "https://chat.example"),
+        ("HTTPS://chat.example", "https://chat.example"),
+        ("https://chat.example:443", "https://chat.example"),
+        ("http://localhost:80", "http://localhost"),
+    ],
+)
+def test_an_origin_that_browsers_spell_otherwise_is_refused_with_their_spelling(origin, sent):
+    """Fails when a page is named and yet kept out, and nobody can see why."""
+    with pytest.raises(ConfigInvalid, match=f"'{origin}' must be '{sent}'"):
+        load_config({"http_allowed_origins": origin}, environ={})
+    assert load_config({"http_allowed_origins": sent}, environ={}).gateway.allowed_origins == (sent,)
+
+
+def test_a_port_that_is_not_the_schemes_own_stays_in_an_origin():
+    named = "http://a.example:443,https://a.example:80,https://a.example:8443"
+    assert load_config({"http_allowed_origins": named}, environ={}).gateway.allowed_origins == tuple(named.split(","))
 
 
 def test_the_origins_of_web_pages_are_read_between_commas():

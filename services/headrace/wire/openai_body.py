@@ -141,10 +141,13 @@ def _check_logprobs(sampling: SamplingOptions, *, num_choices: int) -> None:
     if sampling.logprobs is None:
         return
     tokens_max = sampling.max_tokens or sampling.max_tokens_default or OUTPUT_TOKENS_DEFAULT
-    if num_choices * tokens_max * (sampling.logprobs + 1) > LOGPROBS_OF_REPLY_MAX:
+    of_token = num_choices * (sampling.logprobs + 1)
+    if tokens_max * of_token > LOGPROBS_OF_REPLY_MAX:
+        counted = "" if sampling.max_tokens else " (the default, as none was given)"
         raise InvalidRequest(
-            f"more than {LOGPROBS_OF_REPLY_MAX:,} log-probabilities in one answer: choices x max_tokens x (1 + the most"
-            " likely ones); ask for less, or for a stream",
+            f"{tokens_max * of_token:,} log-probabilities in one answer, which may have {LOGPROBS_OF_REPLY_MAX:,}:"
+            f" choices {num_choices} x max_tokens {tokens_max:,}{counted} x {sampling.logprobs + 1}; give max_tokens of"
+            f" at most {LOGPROBS_OF_REPLY_MAX // of_token:,}, or ask for a stream",
             param="logprobs",
         )
 

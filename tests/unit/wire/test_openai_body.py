@@ -12,7 +12,7 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 
 from headrace.core.block import CacheSource
 from headrace.core.errors import InvalidRequest, UnsupportedField
-from headrace.core.limits import CHOICES_MAX, PROMPT_CHARS_MAX
+from headrace.core.limits import CHOICES_MAX, OUTPUT_TOKENS_DEFAULT, PROMPT_CHARS_MAX
 from headrace.wire.client_request import ChatPrompt, ChatTurn, TextPrompt, TokenPrompt
 from headrace.wire.openai_body import OpenAiRequest, parse_chat_body, parse_completion_body, parse_json_body
 from headrace.wire.openai_fields import CHAT as CHAT_FIELDS
@@ -307,13 +307,18 @@ def test_usage_in_a_stream_is_asked_for_at_its_end_or_in_every_piece():
 def test_log_probabilities_that_come_at_once_are_bounded_and_those_of_a_stream_are_not():
     """Fails when one answer's log-probabilities keep a gateway's loop for seconds."""
     many = {"logprobs": True, "top_logprobs": 20, "n": 8, "max_tokens": 1_000}
-    with pytest.raises(InvalidRequest, match="or for a stream") as raised:
+    with pytest.raises(InvalidRequest, match="or ask for a stream") as raised:
         chat(**many)
     assert raised.value.param == "logprobs"
     assert chat(**many, stream=True).logprobs
-    with pytest.raises(InvalidRequest, match="or for a stream"):
+    counted = (
+        rf"choices 8 x max_tokens {OUTPUT_TOKENS_DEFAULT:,} \(the default.*\) x 21; give max_tokens of at most 595"
+    )
+    with pytest.raises(InvalidRequest, match=counted):
         chat(**(many | {"max_tokens": None}))
-    assert chat(**(many | {"max_tokens": 500})).logprobs
+    assert chat(**(many | {"max_tokens": 595})).logprobs
+    with pytest.raises(InvalidRequest, match="x max_tokens 596 x 21"):
+        chat(**(many | {"max_tokens": 596}))
 
 
 def test_both_spellings_of_the_length_are_read_and_may_not_differ():
