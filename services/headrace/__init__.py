@@ -5,6 +5,7 @@ The path of a request, as `file:function`:
     gateway/openai_http.py:build_http_app        HTTP in, OpenAI's shape
     gateway/inference_grpc.py:Generate           gRPC in
     wire/parse.py:parse_generate_request         outside bytes become a request that cannot be wrong
+    gateway/prepare_request.py:prepare_request   a request as workers take it: ids, hashes, defaults
     gateway/tokenize_prompt.py:tokenize_prompt   text or chat becomes token ids, off the loop
     core/block.py:hash_prompt                    token ids become a chain of block hashes
     index/index_mirror.py:longest_prefix         who holds how much of the chain

@@ -1,4 +1,4 @@
-"""Bounds of speculative decoding, each with its reason. As `limits.py`, which has all others."""
+"""Bounds of speculative decoding, each with its reason. Which file has which bounds: `limits.py`."""
 
 # Tokens of a draft that a step computes behind a sequence's newest one, at most: 16 sequences of 32 are 512 rows of
 # logits, 100 MB at a vocabulary of 49,152. Where one row in three is right already, the tenth is in one case of 59,049.

@@ -1,4 +1,11 @@
-"""Every bound of the system, with its reason and arithmetic; those of one part alone lie beside it, in `*_limits.py`.
+"""Bounds of the system, each with its reason and arithmetic. Some parts have files of their own beside this one:
+
+    front_door_limits.py   what a stranger can make a gateway do
+    index_limits.py        the index, its mirrors and members, and the events that tell what nodes hold
+    store_limits.py        what a store node does by itself
+    overtake_limits.py     loading a prefix against computing it
+    draft_limits.py        speculative decoding
+    telemetry_limits.py    what is told to the outside: spans and ports of metrics
 
 Deployment-dependent sizes are in `config.py` instead.
 """

@@ -1,4 +1,4 @@
-"""Bounds of loading a prefix against computing it, each with its reason. As `limits.py`, which has all others."""
+"""Bounds of loading a prefix against computing it, each with its reason. Which file has which bounds: `limits.py`."""
 
 # What a load may cost more than it has saved before the rest is computed instead: a share of computing everything, and
 # a round trip. Looked at every OVERTAKE_WATCH_MS, and when the time is over; never sooner again than OVERTAKE_LOOK_MS.

@@ -1,5 +1,6 @@
 """Gather what explains a miss: ask the index and every holder about one prompt's chain."""
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from headrace.core.members import StoreNodeRecord
 from headrace.gateway.admin_scope import AdminScope
 from headrace.gateway.explain_miss import HolderAnswer, MissEvidence, RemovedBlock, ServedRequest, explain_miss
 from headrace.gateway.fleet import TIMEOUT_S, ask_each
-from headrace.gateway.prepare_request import hash_for
+from headrace.gateway.prepare_request import hash_for, run_hashing
 from headrace.gateway.recent_prompts import RecentPrompt
 from headrace.gateway.service import GatewayService
 from headrace.gateway.tokenize_prompt import tokenize_prompt
@@ -80,15 +81,17 @@ async def _find(
             raise InvalidRequest(why, param="request_id")
         return recent, service.table.served(recent.model, None).namespace
     served = service.table.served(request.model, None)
+    tokenizers, deadline = service.tokenizers, Deadline.after(TIMEOUT_S, service.clock)
     token_ids = await tokenize_prompt(
         parse_admin_prompt(request),
         model_path=served.model_path,
         room=served.room,
-        tokenizers=service.tokenizers,
-        deadline=Deadline.after(TIMEOUT_S, service.clock),
+        tokenizers=tokenizers,
+        deadline=deadline,
     )
     group = scope.tenant.trust_group
-    prompt = hash_for(served.namespace, token_ids, cache_salt=request.cache_salt, trust_group=group)
+    hashing = functools.partial(hash_for, served.namespace, token_ids, cache_salt=request.cache_salt, trust_group=group)
+    prompt = await run_hashing(hashing, len(token_ids), tokenizers=tokenizers, deadline=deadline)
     return RecentPrompt(served.name, group, prompt), served.namespace
 
 

@@ -8,12 +8,11 @@ import grpc
 from headrace.blocks.block_codec import decode_header
 from headrace.core.block import Namespace
 from headrace.core.errors import BlockCorrupt, InvalidRequest
-from headrace.core.limits import ADMIN_CALL_TIMEOUT_MS
 from headrace.core.members import StoreNodeRecord
+from headrace.gateway.fleet import TIMEOUT_S
 from headrace.wire.status import error_of_call
 from headrace.wire.v1 import admin_pb2
 
-TIMEOUT_S = ADMIN_CALL_TIMEOUT_MS / 1000
 StubOf = Callable[[StoreNodeRecord], Any]
 
 NO_ROOM = "no room"  # a node's outcome for a block that it did not store, as `admin.proto` has it

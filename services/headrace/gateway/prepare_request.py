@@ -5,6 +5,7 @@ Knows the model that is served and the tenant who asks; not the workers, and not
 
 import functools
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.core.block import HashedPrompt, Namespace, hash_prompt
@@ -36,8 +37,7 @@ async def prepare_request(
     hashing = functools.partial(
         hash_for, served.namespace, token_ids, cache_salt=request.cache_salt, trust_group=tenant.trust_group
     )
-    is_long = len(token_ids) > HASHED_ON_LOOP_TOKENS_MAX
-    prompt = await tokenizers.run(hashing, deadline=deadline) if is_long else hashing()
+    prompt = await run_hashing(hashing, len(token_ids), tokenizers=tokenizers, deadline=deadline)
     whole = GenerateRequest(
         request_id=RequestId(secrets.token_hex(12)),
         model=served.name,
@@ -52,6 +52,14 @@ async def prepare_request(
     )
     seeds = [(sampling.seed + choice) % 2**64 for choice in range(request.choices)]
     return [replace(whole, sampling=replace(sampling, seed=seed)) for seed in seeds]
+
+
+async def run_hashing(
+    hashing: Callable[[], HashedPrompt], num_tokens: int, *, tokenizers: Tokenizers, deadline: Deadline
+) -> HashedPrompt:
+    """Hash a prompt of so many tokens: a long one in a tokenizer's thread."""
+    is_long = num_tokens > HASHED_ON_LOOP_TOKENS_MAX
+    return await tokenizers.run(hashing, deadline=deadline) if is_long else hashing()
 
 
 def hash_for(

@@ -15,8 +15,7 @@ from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.retention import Retention, parse_ttl
-
-JsonObject = Mapping[str, Any]
+from headrace.wire.openai_fields import JsonObject
 
 OPENAI_RETENTIONS = {
     "in_memory": Retention(ttl_s=3_600.0, on_disk=False),

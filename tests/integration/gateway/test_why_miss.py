@@ -2,14 +2,16 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import grpc
 import pytest
 from admin_kit import admin_over, keep_on_device, store_text, token_ids_of
 from store_kit import StoreKit
-from tiny_gateway import make_namespace
+from tiny_gateway import NODE, CountingTokenizers, make_namespace, make_worker_record, tiny_gateway
 
 from headrace.core.block import HolderId, Tier
+from headrace.core.front_door_limits import HASHED_ON_LOOP_TOKENS_MAX
 from headrace.core.tenants import EVERYBODY
 from headrace.gateway.admin_scope import admin_scope
 from headrace.gateway.answer_why_miss import answer_why_miss
@@ -194,6 +196,32 @@ async def test_a_request_that_has_stored_what_it_missed_is_explained_as_it_came(
         assert "evicted by operator default" in evicted.detail
         assert "before it came; stored again since" in evicted.detail
         assert kinds(await ask(admin, text=TEXT))[0] == "hit"
+
+
+async def test_a_long_prompt_is_hashed_off_the_loop(model_path):
+    """Fails when an operator's question about a prompt of a million tokens stops all streams meanwhile."""
+    tokenizers, token_ids = CountingTokenizers(), (5,) * (HASHED_ON_LOOP_TOKENS_MAX + 1)
+    worker = make_worker_record("d0", context_tokens_max=10**6, pool_blocks=10**6)
+    async with tiny_gateway(worker, model_path=model_path, tokenizers=tokenizers) as gateway:
+        await gateway.membership.withdraw(NODE)
+        reply = await answer_why_miss(
+            admin_pb2.WhyMissRequest(token_ids=token_ids),
+            service=gateway.service,
+            scope=admin_scope(EVERYBODY, None),
+            stub_of=no_stub,
+            list_everywhere=nothing_listed,
+        )
+    assert reply.prompt_tokens == len(token_ids)
+    assert len(tokenizers.threads) == 1
+    assert threading.main_thread() not in tokenizers.threads
+
+
+def no_stub(node):
+    raise AssertionError("there is no node to ask")
+
+
+async def nothing_listed(selectors):
+    return admin_pb2.ListBlocksReply()
 
 
 def test_remembered_prompts_are_bounded_by_number_and_by_tokens():
