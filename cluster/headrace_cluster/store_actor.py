@@ -45,7 +45,6 @@ class StoreActor:
         self._node = build_store_node(config)
         await self._node.start()
         self._watch = asyncio.create_task(self._end_when_failed())
-        self._turning = asyncio.create_task(self._node.end_when_stalled())
 
     async def ready(self) -> int:
         """Answers when the store node serves; its process id."""
@@ -57,14 +56,17 @@ class StoreActor:
 
     async def stop(self) -> None:
         """Withdraw from the index, close the server and remove the arena's file."""
+        await self._node.stop(remove_arena=True)  # looked at until its end
         self._watch.cancel()
-        await self._node.stop(remove_arena=True)
-        self._turning.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
 
     async def _end_when_failed(self) -> None:
-        """A node whose background work died serves no longer; a new process is worth more than a half-dead one."""
+        """A node whose background work died serves no longer; a new process is worth more than a half-dead one, or than
+        one that nobody looks at."""
         try:
-            await self._node.failed()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._node.failed())
+                tasks.create_task(self._node.end_when_stalled())
         except Exception:
             log.critical("the store node's background work died; its process ends and is started again", exc_info=True)
             os._exit(1)

@@ -22,9 +22,16 @@ async def end_when_stalled(*, log_format: str, node_id: str, stall_ms: int = NOD
     """Beat from this event loop until cancelled; while it is awaited, a loop that stands still for `stall_ms` ends the
     process by SIGKILL. The process beside it ends with this one, and is replaced where it dies itself."""
     beat_ms = min(NODE_BEAT_MS, stall_ms // 10)
+    told = False
     while True:
-        watcher = _start_watcher(str(beat_ms), str(stall_ms), log_format, node_id)
-        if watcher is not None:
+        try:
+            watcher = _start_watcher(str(beat_ms), str(stall_ms), log_format, node_id)
+        except OSError as error:
+            if not told:
+                _log.warning("nobody looks whether this process stands still, for now: %s", error.strerror)
+            told = True
+        else:
+            told = False
             try:
                 await _beat(watcher, every_ms=beat_ms)
             finally:
@@ -33,14 +40,10 @@ async def end_when_stalled(*, log_format: str, node_id: str, stall_ms: int = NOD
         await asyncio.sleep(stall_ms / 1_000)
 
 
-def _start_watcher(*settings: str) -> "subprocess.Popen[bytes] | None":
+def _start_watcher(*settings: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-P", "-m", kill_stalled.__name__, str(os.getpid()), *settings]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    try:
-        watcher = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-    except OSError as error:
-        _log.warning("nobody looks whether this process stands still: %s", error.strerror)
-        return None
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert watcher.stdin is not None
     os.set_blocking(watcher.stdin.fileno(), False)
     return watcher

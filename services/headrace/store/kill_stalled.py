@@ -14,6 +14,7 @@ from collections.abc import Callable
 from headrace.telemetry.logs import set_up_logs
 
 _log = logging.getLogger("headrace.store.kill_stalled")  # run by `-m`, this module has another name
+_SAY_TIMEOUT_S = 5
 
 
 def kill_stalled(look: Callable[[], bytes | None], kill: Callable[[], None], *, looks_max: int) -> None:
@@ -44,8 +45,10 @@ def main(arguments: list[str]) -> None:
 
     def kill() -> None:
         if os.getppid() == watched_pid:  # never another process that got its number
-            _log.critical("the event loop has stood still for %g s: the process is killed", stall_ms / 1_000)
             os.kill(watched_pid, signal.SIGKILL)
+            signal.alarm(_SAY_TIMEOUT_S)  # ends this process too where nobody reads the log that both of them write
+            _log.critical("the event loop has stood still for %g s: the process is killed", stall_ms / 1_000)
+            signal.alarm(0)
 
     kill_stalled(look, kill, looks_max=max(1, stall_ms // look_ms))
 

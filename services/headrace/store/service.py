@@ -165,12 +165,15 @@ class StoreNodeService:
             if self._kv_events is not None:
                 self._kv_events.begin(self.node.incarnation)
             await self._server.start()
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+            with contextlib.suppress(IndexUnavailable):  # so that whoever waits for it finds it among the members
+                await self._announce()
         except BaseException:
-            self._close(remove_arena=False)
+            try:
+                await self._server.stop(None)
+            finally:
+                self._close(remove_arena=False)
             raise
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        with contextlib.suppress(IndexUnavailable):  # so that whoever waits for this node finds it among the members
-            await self._announce()
         self._changes.want_restart()  # its first announcement, or the one that comes when the index is back
         self._background = asyncio.create_task(self._run_background(), name=f"store node {self._node_id}")
         return self.record

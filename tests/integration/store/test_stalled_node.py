@@ -1,6 +1,7 @@
 """A store node that stands still and is not dead: it is killed, and what it held is found by the next one."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import asyncio, sys, time
 from headrace.store.end_when_stalled import end_when_stalled
 
 async def main():
+    sys.executable = sys.argv[2] if len(sys.argv) > 2 else sys.executable
     task = asyncio.create_task(end_when_stalled(log_format="json", node_id="n1", stall_ms=int(sys.argv[1])))
     await asyncio.to_thread(sys.stdin.readline)
     time.sleep(3_600)
@@ -39,6 +41,8 @@ async def main():
     names = ("node_id", "arena_dir", "redis_url")
     settings = config_to_flat(load_config(dict(zip(names, sys.argv[1:])) | {"arena_mb": "1"}, environ={}))
     actor = object.__new__(StoreActor)
+    if sys.argv[4:] == ["unwatched"]:
+        sys.executable = None  # with which no process can be started, and that is no error of the world
     await actor.__init__(settings)
     print(await actor.ready(), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -49,10 +53,10 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def running(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(*command: str, stderr: int = asyncio.subprocess.PIPE) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
@@ -106,7 +110,8 @@ async def test_a_node_that_was_stopped_is_killed_and_its_successor_has_the_block
         record = StoreNodeRecord(**json.loads(await process.stdout.readline()))
         assert await publish(nodes.grpc(record), prompt, range(4)) == 4
         process.send_signal(signal.SIGSTOP)
-        (said,) = [line for line in await ended(process) if line["level"] == "CRITICAL"]
+        # Said at each look until its end has come through, which on a busy machine is after the next look.
+        said = next(line for line in await ended(process) if line["level"] == "CRITICAL")
         assert said["message"] == "the event loop has stood still for 5 s: the process is killed"
         assert (said["part"], said["id"]) == ("store node", "stalls")
     async with running(NODE, "stalls", str(tmp_path), "60000") as process:
@@ -122,12 +127,46 @@ async def test_a_process_whose_loop_hangs_is_killed() -> None:
         assert process.stdin is not None
         process.stdin.write(b"hang\n")
         await process.stdin.drain()
-        assert [line["logger"] for line in await ended(process)] == ["headrace.store.kill_stalled"]
+        assert {line["logger"] for line in await ended(process)} == {"headrace.store.kill_stalled"}
+
+
+async def test_a_process_is_killed_also_when_nobody_reads_its_log() -> None:
+    """Fails when the process that looks hangs in its own line about the stall, in a pipe that is full."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_end, b"." * 4_096)
+    os.set_blocking(write_end, True)
+    async with running("-c", TURNING, "500", stderr=write_end) as process:
+        os.close(write_end)
+        await until(lambda: bool(watchers(process.pid)))
+        beside = watchers(process.pid)
+        assert process.stdin is not None
+        process.stdin.write(b"hang\n")
+        await process.stdin.drain()
+        async with asyncio.timeout(120):
+            assert await process.wait() == -signal.SIGKILL
+        await until(lambda: not any(runs(pid) for pid in beside))
+    os.close(read_end)
+
+
+async def test_a_process_that_nobody_can_look_at_says_so_once() -> None:
+    """Fails when a machine that lets no process be started fills the log with a line for each try."""
+    async with running("-c", TURNING, "10", "/nowhere/python") as process:
+        assert process.stderr is not None
+        said = [await process.stderr.readline()]
+        await asyncio.sleep(0.5)  # dozens of tries
+        process.kill()
+        said += (await process.stderr.read()).splitlines()
+        assert [line.strip() for line in said] == [
+            b"nobody looks whether this process stands still, for now: No such file or directory"
+        ]
 
 
 async def test_the_process_that_looks_is_replaced_when_it_dies() -> None:
     """Fails when a node is looked at by nobody for the rest of its life, since memory was short once."""
-    async with running("-c", TURNING, "3000") as process:
+    async with running("-c", TURNING, "60000") as process:
         await until(lambda: bool(watchers(process.pid)))
         (first,) = watchers(process.pid)
         os.kill(first, signal.SIGKILL)
@@ -159,3 +198,12 @@ async def test_rays_actor_is_looked_at_as_any_node_is(nodes, tmp_path) -> None:
         async with asyncio.timeout(120):
             assert await process.wait() == 0
         await until(lambda: not runs(beside))
+
+
+async def test_rays_actor_ends_when_it_can_be_looked_at_by_nobody(nodes, tmp_path) -> None:
+    """Fails when what looks at a node dies of a bug in silence, and the node goes on without it."""
+    async with running("-c", ACTOR, "unwatched", str(tmp_path), nodes.redis_url, "unwatched") as process:
+        async with asyncio.timeout(120):
+            _, log = await process.communicate()
+        assert process.returncode == 1
+        assert b"its process ends and is started again" in log
