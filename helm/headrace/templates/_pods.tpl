@@ -423,6 +423,25 @@ spec:
 {{- end -}}
 {{- end -}}
 
+{{/* Where a pod that is none of Ray's may run, and with what its image is pulled. */}}
+{{- define "headrace.smallPod" -}}
+# A small pod that any node will do for, as for the head.
+{{- with .Values.head.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.head.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "headrace.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ .Values.podSecurity.runAsUser }}

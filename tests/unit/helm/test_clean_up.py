@@ -75,3 +75,18 @@ def test_it_runs_after_the_release_is_gone_and_is_never_tried_again():
 @pytest.mark.parametrize("values", [{}, merged(EXTERNAL_REDIS, {"redis": {"cleanUp": {"enabled": False}}})])
 def test_a_bundled_redis_goes_with_the_release_and_an_external_one_is_left_alone_when_asked(values):
     assert "Job" not in {m["kind"] for m in render(values)}
+
+
+def test_it_and_the_bundled_redis_run_where_the_head_may():
+    """Fails when a pod that any node would do for is kept from the nodes, or the registry, that the head has."""
+    head = {"nodeSelector": {"pool": "small"}, "tolerations": [{"key": "pool", "operator": "Exists"}]}
+    found = {
+        manifest["kind"]: manifest["spec"]["template"]["spec"]
+        for values in ({}, EXTERNAL_REDIS)
+        for manifest in render(merged(EVERYTHING, values, {"head": head}))
+        if manifest["kind"] in ("Job", "StatefulSet")
+    }
+    assert found.keys() == {"Job", "StatefulSet"}
+    for pod in found.values():
+        assert {key: pod[key] for key in head} == head
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
