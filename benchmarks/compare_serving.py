@@ -11,6 +11,10 @@ warms up. A ratio is A's figure over B's of the same round, so that what the mac
 medians over the rounds, and the least and the largest ratio. Both servers must be idle but for this load, and neither
 may take the other's processor while it is idle itself: give each cores or a GPU of its own.
 
+Keys of the servers are read from API_KEY_A and API_KEY_B, or from --api-key-a and --api-key-b, which other users of the
+machine see; each goes to its own server alone. A server that takes OpenAI's own fields alone needs --stop-at-eos: then
+answers end where a model ends them, and may be of different lengths.
+
 Remarks on standard error say what would make a comparison unfair: requests that failed, arrivals that were not kept,
 answers of other lengths. Judges nothing. `--json` prints every round's full report. What the figures mean:
 docs/benchmarks.md, serve.
@@ -19,6 +23,8 @@ docs/benchmarks.md, serve.
 import argparse
 import asyncio
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -70,18 +76,23 @@ def main() -> None:
     parser.add_argument("--b", required=True, help="base URL")
     parser.add_argument("--model-a", default="", help="needed only where several are served")
     parser.add_argument("--model-b", default="")
-    parser.add_argument("--api-key", default="", help="sent to both")
+    for name in ("a", "b"):
+        variable = f"API_KEY_{name.upper()}"
+        parser.add_argument(
+            f"--api-key-{name}", default=os.environ.get(variable, ""), help=f"default: {variable} of the environment"
+        )
     parser.add_argument("--chat", action="store_true", help="as chat completions instead of completions")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--requests", type=int, default=60, help="of each round")
-    parser.add_argument("--warm-up", type=int, default=10, help="requests of the round that does not count, at least 1")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--stop-at-eos", action="store_true", help="as bench serve")
+    parser.add_argument("--rounds", type=positive_int, default=3)
+    parser.add_argument("--rate", type=positive_float, default=1.0, help="requests a second")
+    parser.add_argument("--requests", type=positive_int, default=60, help="of each round")
+    parser.add_argument("--warm-up", type=positive_int, default=10, help="requests of the round that does not count")
+    parser.add_argument("--max-tokens", type=positive_int, default=64, help="of an answer, at most")
     parser.add_argument("--set", dest="shape", action="append", default=[], metavar="NAME=VALUE", help="as bench serve")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="of each request")
-    parser.add_argument("--slo-ttft-ms", type=float, default=2_000.0)
-    parser.add_argument("--slo-itl-ms", type=float, default=100.0)
+    parser.add_argument("--timeout-s", type=positive_float, default=120.0, help="of each request")
+    parser.add_argument("--slo-ttft-ms", type=positive_float, default=2_000.0)
+    parser.add_argument("--slo-itl-ms", type=positive_float, default=100.0)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     try:
@@ -105,11 +116,30 @@ def main() -> None:
         print(f"{row.figure:20} {shown(row.a, ',.3g'):>12} {shown(row.b, ',.3g'):>12} {ratios}")
 
 
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
 def run_rounds(asked: argparse.Namespace) -> list[Round]:
     """All rounds that were whole: Ctrl-C ends the run with those."""
     a, b = (
-        ServingEndpoint(url=url, model=model, chat=asked.chat, access={"api_key": asked.api_key})
-        for url, model in ((asked.a, asked.model_a), (asked.b, asked.model_b))
+        ServingEndpoint(
+            url=url, model=model, chat=asked.chat, access={"api_key": api_key}, stops_at_eos=asked.stop_at_eos
+        )
+        for url, model, api_key in (
+            (asked.a, asked.model_a, asked.api_key_a),
+            (asked.b, asked.model_b, asked.api_key_b),
+        )
     )
     workload = Workload(
         rate=asked.rate,

@@ -41,6 +41,7 @@ class OpenAiServer:
     reasons: bool = False  # a chat's text comes as reasoning
     output_tokens_max: int = 10**9  # it ends its answers there
     asked: list[tuple[str, dict]] = field(default_factory=list)  # paths and bodies, in order
+    keys: set[str] = field(default_factory=set)  # that requests came with
     _seen: set[tuple] = field(default_factory=set)
 
     FIELDS = frozenset({"model", "prompt", "messages", "max_tokens", "temperature", "stream", "stream_options"})
@@ -49,6 +50,7 @@ class OpenAiServer:
         path = scope["path"]
         body = await _body_of(receive)
         self.asked.append((path, body))
+        self.keys.add(dict(scope["headers"]).get(b"authorization", b"").decode())
         if path == "/v1/models":
             await _reply(send, 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
         elif path not in ("/v1/completions", "/v1/chat/completions"):
@@ -118,6 +120,7 @@ async def run_program(*command, interrupt_after=None):
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     return process.returncode, printed.decode(), said + rest.decode()
 
 

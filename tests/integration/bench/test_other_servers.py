@@ -106,3 +106,23 @@ async def test_answers_of_different_lengths_are_said_to_be_no_comparison(serve_h
     async with serve_http(make_openai_server()) as a, serve_http(make_openai_server(output_tokens_max=1)) as b:
         _, said = await compare(run_python, a, b)
     assert "they did not do the same work" in said
+
+
+async def test_each_server_gets_its_own_key_and_openais_own_fields_where_it_takes_no_others(
+    serve_http, make_openai_server, run_python
+):
+    """Fails when one server's key is told to the other one, or --stop-at-eos sends what it is there to leave out."""
+    a, b = make_openai_server(), make_openai_server(extras=frozenset())
+    async with serve_http(a) as a_url, serve_http(b) as b_url:
+        options = ("--stop-at-eos", "--api-key-a", "one", "--api-key-b", "two")
+        found, _ = await compare(run_python, a_url, b_url, *options)
+    assert (a.keys, b.keys) == ({"Bearer one"}, {"Bearer two"})
+    assert [each["b"]["requests"]["finished"] for each in found["rounds"]] == [6, 6]
+
+
+@pytest.mark.parametrize("name", ["--rounds", "--rate", "--requests", "--warm-up", "--max-tokens", "--timeout-s"])
+async def test_a_comparison_of_nothing_is_refused_before_anything_is_sent(name, run_python):
+    """Fails when it ends in a traceback, or after a minute of work."""
+    code, _, said = await run_python(COMPARE, "--a", "http://127.0.0.1:1", "--b", "http://127.0.0.1:1", name, 0)
+    assert code == 2
+    assert f"argument {name}: 0 is not" in said
