@@ -6,7 +6,7 @@ machine did then is in both. Owns how a planned load becomes a trace, and what i
     TTFT           first token - planned arrival
     ITL            (last token - first token) / (tokens - 1), one value an answer
     cached share   prompt tokens found / prompt tokens
-    error          simulated / live - 1
+    error          simulated / live - 1; none where the live figure is unknown
 """
 
 import asyncio
@@ -63,13 +63,15 @@ class ComparedFigure:
 
     run: int
     figure: str
-    live: float
+    live: float | None  # None: no answer had what it is of
     simulated: float
 
     @property
-    def error(self) -> float:
-        """Relative to the live one."""
-        return self.simulated / self.live - 1 if self.live else 0.0
+    def error(self) -> float | None:
+        """Relative to the live one; None where that is unknown, or 0 and the simulated one is not."""
+        if self.live:
+            return self.simulated / self.live - 1
+        return 0.0 if self.simulated == self.live else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +86,21 @@ class SimulatorReport:
 
     def as_json(self) -> dict[str, Any]:
         """The report for scripts. Times in milliseconds, shares and errors as numbers."""
-        rows = [{**asdict(each), "error": round(each.error, 4)} for each in self.figures]
+        rows = [
+            {**asdict(each), "error": None if each.error is None else round(each.error, 4)} for each in self.figures
+        ]
         return {
             "model": self.model, "workload": self.workload, "rows": rows, "error_p50": self.usual_errors(),
             "cluster": asdict(self.cluster), "remarks": list(self.remarks_made),
         }  # fmt: skip
 
-    def usual_errors(self) -> dict[str, float]:
-        """Of each figure, the median over the runs of the error's size."""
-        names = dict.fromkeys(each.figure for each in self.figures)
-        return {
-            name: round(median(abs(each.error) for each in self.figures if each.figure == name), 4) for name in names
-        }
+    def usual_errors(self) -> dict[str, float | None]:
+        """Of each figure, the median of the error's size over the runs that have one."""
+        sizes: dict[str, list[float]] = {each.figure: [] for each in self.figures}
+        for each in self.figures:
+            if each.error is not None:
+                sizes[each.figure].append(abs(each.error))
+        return {name: round(median(known), 4) if known else None for name, known in sizes.items()}
 
     def remarks(self) -> list[str]:
         """What a reader must know to judge the figures."""
@@ -104,14 +109,24 @@ class SimulatorReport:
     def tables(self) -> list[Table]:
         """Each run, then the size of the error over all."""
         rows = [
-            [str(each.run), each.figure, f"{each.live:,.3g}", f"{each.simulated:,.3g}", f"{each.error:+.0%}"]
+            [
+                str(each.run),
+                each.figure,
+                _shown(each.live, ",.3g"),
+                f"{each.simulated:,.3g}",
+                _shown(each.error, "+.0%"),
+            ]
             for each in self.figures
         ]
-        sizes = [[name, f"{size:.0%}"] for name, size in self.usual_errors().items()]
+        sizes = [[name, _shown(size, ".0%")] for name, size in self.usual_errors().items()]
         return [
             (f"{self.workload}, model {self.model}", ["run ", "figure ", "live ", "simulated ", "error "], rows),
             ("", ["figure ", "size of the error, median of the runs "], sizes),
         ]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def measure_simulator(
@@ -262,4 +277,4 @@ def _compare(run: int, live: LoadReport, found: RoutingResult) -> list[ComparedF
         ("ITL p90, ms", tally.tpot.percentile(90), found.itl_ms_p90),
         ("cached share", tally.cached_share, found.device_hit_rate + found.host_hit_rate),
     ]
-    return [ComparedFigure(run, name, measured or 0.0, simulated) for name, measured, simulated in pairs]
+    return [ComparedFigure(run, name, measured, simulated) for name, measured, simulated in pairs]

@@ -7,11 +7,12 @@ from tiny_gateway import BLOCK_TOKENS, make_worker_record, tiny_gateway, write_t
 
 from headrace.bench.generate_load import LoadBounds
 from headrace.bench.measure_serving import Workload
-from headrace.bench.measure_simulator import LiveSystem, compare_with_live, trace_of
+from headrace.bench.measure_simulator import ComparedFigure, LiveSystem, SimulatorReport, compare_with_live, trace_of
 from headrace.bench.planned_requests import PlannedRequest
 from headrace.bench.serving_tally import Slo
 from headrace.core.errors import IndexUnavailable
 from headrace.gateway.serve_grpc import serve_grpc
+from headrace.simulate.cluster_model import read_cluster
 from headrace.transfer.channels import Channels
 
 
@@ -26,6 +27,20 @@ def test_planned_prompts_share_in_the_trace_what_they_share_in_tokens():
     assert not set(first) & set(third)
     assert trace.num_blocks == 4
     assert [request.input_tokens for request in trace.requests] == [2 * BLOCK_TOKENS + 1, *[2 * BLOCK_TOKENS] * 2]
+
+
+def test_a_figure_that_no_answer_had_has_no_error():
+    """Fails when what was not measured is reported as 0 that was simulated without an error."""
+    figures = (ComparedFigure(1, "ITL p50, ms", None, 20.0), ComparedFigure(2, "ITL p50, ms", 10.0, 11.0))
+    unknown = (ComparedFigure(1, "cached share", None, 0.5), ComparedFigure(2, "cached share", 0.0, 0.5))
+    report = SimulatorReport("tiny", "any", figures + unknown, read_cluster("h100-8b-pd"), ())
+    found = json.loads(json.dumps(report.as_json()))
+    assert [row["live"] for row in found["rows"]] == [None, 10.0, None, 0.0]
+    assert [row["error"] for row in found["rows"]] == [None, 0.1, None, None]
+    assert found["error_p50"] == {"ITL p50, ms": 0.1, "cached share": None}
+    (_, _, rows), (_, _, sizes) = report.tables()
+    assert rows[0] == ["1", "ITL p50, ms", "-", "20", "-"]
+    assert sizes == [["ITL p50, ms", "10%"], ["cached share", "-"]]
 
 
 class BusyIndex:
