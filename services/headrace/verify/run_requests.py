@@ -69,8 +69,8 @@ async def run_requests(
 ) -> Ran:
     """Run prompts on a fresh engine, together or each after the one before. reuse: of blocks in the engine's pool.
 
-    clock: by which the engine measures its steps. when_met: called when all that run together are in the engine, for a
-    runner whose steps wait until then.
+    clock: by which the engine measures its steps. when_met: called when all that run together are in the engine, or
+    will not come, for a runner whose steps wait until then.
     """
     engine = Engine(model, settings, clock=clock, drafter=drafter)
     engine.start()
@@ -108,12 +108,18 @@ async def run_requests(
 async def _meet(
     engine: Engine, runs: Sequence[Coroutine[Any, Any, Answer]], when_met: Callable[[], None]
 ) -> list[Answer]:
-    """Run all together."""
+    """Run all together. Who gives up meanwhile leaves nobody behind: neither steps that wait nor answers under way."""
     answers = asyncio.gather(*runs)
-    while not answers.done() and (load := engine.load()).running + load.waiting < len(runs):  # noqa: ASYNC110
-        await asyncio.sleep(MEETING_POLL_S)
-    when_met()
-    return await answers
+    try:
+        try:
+            while not answers.done() and (load := engine.load()).running + load.waiting < len(runs):  # noqa: ASYNC110
+                await asyncio.sleep(MEETING_POLL_S)
+        finally:
+            when_met()
+        return await answers
+    finally:
+        if answers.cancel():
+            await asyncio.wait([answers])
 
 
 def held_bytes(engine: Engine) -> int:

@@ -22,7 +22,7 @@ from headrace.engine.drafter import Draft, DraftWish
 from headrace.engine.load_model import LoadedModel
 from headrace.engine.make_pool import with_pool
 from headrace.engine.model_runner import ModelRunner, SequenceStep
-from headrace.verify.run_requests import Ran, run_requests
+from headrace.verify.run_requests import RUN_TIMEOUT_S, Ran, run_requests
 
 OUTPUT_TOKENS = 40
 LOGPROBS = 20  # of the best tokens at each place: what is compared stands for the whole row of logits
@@ -107,7 +107,7 @@ class _WatchedRunner:
 
     def run_step(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """As ModelRunner.run_step."""
-        self._may_go.wait()
+        self._may_go.wait(RUN_TIMEOUT_S)
         self.num_batched_steps += len(steps) > 1
         for step in steps:
             tokens = set(enumerate(step.token_ids, step.start))
