@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from local_system import LocalSystem, metrics_page, wait_until
+from local_system import PATIENCE_S, LocalSystem, metrics_page, wait_until
 
 from headrace.client.errors import GatewayUnreachable
 from headrace.client.values import COLD, Sampling, TokenDelta
@@ -69,7 +69,7 @@ def stream_while(
     *,
     max_tokens: int,
     expected: Sequence[tuple[int, ...]] = (),
-    timeout_s: float = 60,
+    timeout_s: float = PATIENCE_S,
 ) -> Streams:
     """Run all prompts' streams at once, and `do` when half of them have their first token. expected: their quiet
     answers, for who has asked before; else they are asked first."""
@@ -104,8 +104,9 @@ def http_completions(system: LocalSystem, prompts: Sequence[list[int]], *, max_t
 
     def ask(prompt: list[int]) -> str:
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        url = f"{system.state.http_url}/v1/completions"
         try:
-            return str(httpx.post(f"{system.state.http_url}/v1/completions", json=body, timeout=60).status_code)
+            return str(httpx.post(url, json=body, timeout=PATIENCE_S).status_code)
         except httpx.HTTPError as failed:
             return type(failed).__name__
 
@@ -115,24 +116,32 @@ def http_completions(system: LocalSystem, prompts: Sequence[list[int]], *, max_t
 
 @contextmanager
 def long_streams(system: LocalSystem, *, over_grpc: int = 4, over_http: int = 0) -> Iterator["LongStreams"]:
-    """So many streams of LONG tokens, each of which has begun, and none of which is near its end: where the machine was
-    so fast, or this process so late, that one could be, others are begun. They end with the scope at last."""
+    """So many streams of LONG tokens, begun at once, each of which has begun, and none of which is near its end: where
+    the machine was so fast, or this process so late, that one could be, others are begun. They end with the scope at
+    last."""
     sampling = Sampling(max_tokens=LONG, ignore_eos=True)
     body = {"model": system.client.list_models()[0].id, "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    url = f"{system.state.http_url}/v1/completions"
+
+    def begin(number: int, opened: ExitStack) -> Iterator[object]:
+        prompt = [40 + number] * 20
+        if number < over_grpc:
+            stream = system.client.stream(prompt, sampling=sampling, cache=COLD)
+            reader: Iterator[object] = iter(opened.enter_context(stream))
+        else:
+            asked = body | {"prompt": prompt}
+            reply = opened.enter_context(httpx.stream("POST", url, json=asked, timeout=PATIENCE_S))
+            assert reply.status_code == 200
+            reader = reply.iter_lines()
+        next(reader), next(reader)
+        return reader
+
+    count = over_grpc + over_http
     for _ in range(ATTEMPTS):
         with ExitStack() as opened:
-            work, readers = WorkForNobody(system), []
-            for number in range(over_grpc):
-                stream = system.client.stream([40 + number] * 20, sampling=sampling, cache=COLD)
-                readers.append(iter(opened.enter_context(stream)))
-            for number in range(over_http):
-                asked = body | {"prompt": [50 + number] * 20}
-                url = f"{system.state.http_url}/v1/completions"
-                reply = opened.enter_context(httpx.stream("POST", url, json=asked, timeout=60))
-                assert reply.status_code == 200
-                readers.append(reply.iter_lines())
-            for reader in readers:
-                next(reader), next(reader)
+            work = WorkForNobody(system)
+            with ThreadPoolExecutor(count) as pool:
+                readers = list(pool.map(begin, range(count), [opened] * count))
             if work.most_steps() < LONG / 2:
                 yield LongStreams(work, readers[:over_grpc], readers[over_grpc:])
                 return
@@ -145,7 +154,7 @@ class LongStreams:
 
     work: "WorkForNobody"
     over_grpc: Sequence[Iterator[object]]
-    over_http: Sequence[Iterator[str]]
+    over_http: Sequence[Iterator[object]]
 
     def lose(self, pids: Sequence[int]) -> None:
         """Kill all who stand between the workers and the clients: every client is told that its stream is cut off, and

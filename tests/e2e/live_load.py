@@ -26,9 +26,9 @@ def make_token_ids(count: int, *, seed: int) -> list[int]:
 
 
 def ask(
-    system: LocalSystem, token_ids: list[int], *, cache: CacheOptions = ANY, timeout_s: float = 60
+    system: LocalSystem, token_ids: list[int], *, cache: CacheOptions = ANY, timeout_s: float = PATIENCE_S
 ) -> GenerateResult:
-    """Eight greedy tokens, within a deadline."""
+    """Eight greedy tokens. One that is held to its deadline fails: it is far beyond what a busy machine takes."""
     return system.client.generate(token_ids, sampling=EIGHT, cache=cache, timeout_s=timeout_s)
 
 
@@ -50,7 +50,6 @@ class LoadOutcome:
     right: int = 0
     wrong: int = 0
     hits: int = 0
-    slowest_s: float = 0.0
     errors: list[str] = field(default_factory=list)
 
 
@@ -64,7 +63,6 @@ def load_while(
     def call(number: int) -> None:
         while not ended.is_set():
             number = (number + 1) % len(prompts)
-            began_s = time.monotonic()
             try:
                 result = ask(system, prompts[number])
             except HeadraceError as error:
@@ -75,7 +73,6 @@ def load_while(
                 outcome.right += result.token_ids == expected[number]
                 outcome.wrong += result.token_ids != expected[number]
                 outcome.hits += result.usage.cached.total > 0
-                outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began_s)
 
     with ThreadPoolExecutor(4) as pool:
         callers = [pool.submit(call, number) for number in range(4)]

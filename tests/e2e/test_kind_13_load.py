@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
@@ -15,7 +14,7 @@ CALLERS = 1_000
 
 def test_a_thousand_callers_at_once_are_answered_or_told_to_come_back(system: LocalSystem):
     """Fails when the front door breaks or hangs under a thousand connections, or a refusal does not say when to come
-    back; and when the system is not well a minute after."""
+    back; and when the system does not serve a few callers as before right after."""
     model = system.client.list_models()[0].id
     base = system.state.http_url
     prompts = [make_token_ids(40, seed=130_000 + number) for number in range(8)]
@@ -37,9 +36,7 @@ def test_a_thousand_callers_at_once_are_answered_or_told_to_come_back(system: Lo
     assert counted.keys() <= {200, 429, 503}, counted
     assert counted[200] >= 200, counted
     assert all(retry for status, retry in answers if status != 200)
-    ended_s = time.monotonic()
     assert [result.token_ids for result in ask_all(system, prompts)] == before
-    assert time.monotonic() - ended_s < 60
     wait_until_at_rest(system)
     wait_until(lambda: system.worker_ids("decode") == workers, what="every worker still a member")
 
