@@ -1,7 +1,8 @@
 """Ports for servers that must be told theirs: free when they are named, and still so when they are bound, also again.
 
 The kernel takes none below 32,768 for a caller that asks for any, nor for an outgoing connection, and Ray's workers go
-up to 19,999: nothing comes between. Processes begin at different places, and none names a port twice in a round.
+up to 19,999: nothing comes between. Each of xdist's workers has a part of them that no other one names ports of. Other
+processes begin at different places, and none names a port twice in a round.
 """
 
 import os
@@ -9,7 +10,18 @@ import random
 import socket
 from contextlib import ExitStack
 
-PORTS = range(20_000, 29_000)
+
+def part_of(ports: range, *, worker: str, of: int) -> range:
+    """What is xdist's worker `gw1`'s of so many workers; one that replaces a dead one has an earlier one's."""
+    size = len(ports) // of
+    return ports[int(worker.removeprefix("gw")) % of * size :][:size]
+
+
+PORTS = part_of(
+    range(20_000, 29_000),
+    worker=os.environ.get("PYTEST_XDIST_WORKER", "gw0"),
+    of=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+)
 _named = random.Random(os.getpid()).randrange(len(PORTS))
 
 

@@ -1,6 +1,7 @@
 """A client's request as workers take it: what the caller left open is settled, and long work is off the loop."""
 
 import threading
+from contextlib import closing
 
 import pytest
 from tiny_gateway import CountingTokenizers, make_namespace, make_worker_record
@@ -26,14 +27,13 @@ from headrace.wire.client_request import ClientRequest, SamplingOptions, TextPro
 @pytest.mark.parametrize(("num_tokens", "num_runs"), [(9, 0), (HASHED_ON_LOOP_TOKENS_MAX + 1, 1)])
 async def test_a_long_prompt_is_hashed_off_the_loop(model_path, num_tokens, num_runs):
     """Fails when a prompt of a million tokens stops all streams while it is hashed."""
-    tokenizers = CountingTokenizers()
     workers = (make_worker_record("d0"),)
     served = ServedModel("tiny", make_namespace(), model_path, 10**6, workers, suspects=frozenset())
     request = ClientRequest("tiny", TokenPrompt((5,) * num_tokens), SamplingOptions(seed=7), choices=2)
-    one, two = await prepare_request(
-        request, EVERYBODY, served, tokenizers=tokenizers, deadline=Deadline.after(120, SystemClock())
-    )
-    tokenizers.close()
+    with closing(CountingTokenizers()) as tokenizers:
+        one, two = await prepare_request(
+            request, EVERYBODY, served, tokenizers=tokenizers, deadline=Deadline.after(120, SystemClock())
+        )
     assert len(tokenizers.threads) == num_runs
     assert threading.main_thread() not in tokenizers.threads
     assert one.prompt == hash_for(make_namespace(), (5,) * num_tokens)
@@ -43,9 +43,8 @@ async def test_a_long_prompt_is_hashed_off_the_loop(model_path, num_tokens, num_
 
 async def test_who_may_not_have_a_priority_has_no_work_done_for_it(model_path):
     """Fails when a request that is refused whatever it says is tokenised first."""
-    tokenizers = CountingTokenizers()
     served = ServedModel("tiny", make_namespace(), model_path, 100, (make_worker_record("d0"),), suspects=frozenset())
-    with pytest.raises(InvalidRequest, match="the highest for tenant a"):
+    with closing(CountingTokenizers()) as tokenizers, pytest.raises(InvalidRequest, match="the highest for tenant a"):
         await prepare_request(
             ClientRequest("tiny", TextPrompt("hello"), priority=1),
             Tenant("a", "tenant:a"),
@@ -53,7 +52,6 @@ async def test_who_may_not_have_a_priority_has_no_work_done_for_it(model_path):
             tokenizers=tokenizers,
             deadline=Deadline.after(120, SystemClock()),
         )
-    tokenizers.close()
     assert not tokenizers.threads
 
 

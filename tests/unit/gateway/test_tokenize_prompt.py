@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import closing
 
 import pytest
 from tokenizers import processors
@@ -50,11 +51,10 @@ async def test_a_template_that_knows_names_gets_them(model_path):
         loaded.tokenizer.chat_template = "{% for m in messages %}{{ m.name if m.name is defined else '-' }}{% endfor %}"
         return loaded
 
-    tokenizers = Tokenizers(load)
     chat = ChatPrompt((ChatTurn("user", "hi", name="ann"), ChatTurn("user", "hi")))
-    expected = await tokenize(TextPrompt("ann-"), model_path, tokenizers)
-    assert await tokenize(chat, model_path, tokenizers) == expected
-    tokenizers.close()
+    with closing(Tokenizers(load)) as tokenizers:
+        expected = await tokenize(TextPrompt("ann-"), model_path, tokenizers)
+        assert await tokenize(chat, model_path, tokenizers) == expected
 
 
 async def test_special_tokens_are_added_to_text_and_not_to_a_chat(model_path, tmp_path, tokenizers):
@@ -86,10 +86,8 @@ async def test_a_model_without_a_template_says_so(model_path):
         loaded.tokenizer.chat_template = None
         return loaded
 
-    tokenizers = Tokenizers(load)
-    with pytest.raises(InvalidRequest, match="no chat template"):
+    with closing(Tokenizers(load)) as tokenizers, pytest.raises(InvalidRequest, match="no chat template"):
         await tokenize(ChatPrompt((ChatTurn("user", "hi"),)), model_path, tokenizers)
-    tokenizers.close()
 
 
 async def test_a_directory_that_cannot_be_read_is_named_and_tried_again(tmp_path, model_path, tokenizers):
@@ -120,14 +118,13 @@ async def test_waiting_for_a_tokenizer_ends_at_the_deadline_and_spares_the_other
         release.wait(120)
         return load_tokenizer(path)
 
-    tokenizers = Tokenizers(load_slowly)
-    patient = asyncio.create_task(tokenizers.get(model_path, deadline=soon()))
-    await asyncio.sleep(0)
-    with pytest.raises(DeadlineExceeded):
-        await tokenizers.get(model_path, deadline=Deadline.after(0.05, SystemClock()))
-    release.set()
-    assert (await patient).vocab_size == 257
-    tokenizers.close()
+    with closing(Tokenizers(load_slowly)) as tokenizers:
+        patient = asyncio.create_task(tokenizers.get(model_path, deadline=soon()))
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded):
+            await tokenizers.get(model_path, deadline=Deadline.after(0.05, SystemClock()))
+        release.set()
+        assert (await patient).vocab_size == 257
 
 
 async def test_a_start_waits_for_tokenizers_that_are_being_read_and_not_for_ever():
