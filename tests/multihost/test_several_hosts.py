@@ -201,15 +201,18 @@ def test_a_link_that_is_cut_in_the_midst_of_a_load_ends_the_load_and_not_the_req
 def test_over_a_slow_link_that_loses_packets_computing_overtakes_the_load(fleet: Fleet):
     """Fails when a worker waits for all of a prefix that it computes sooner. 5.2 MB take seven minutes here, and no
     load lasts for more than LOAD_PREFIX_TIMEOUT_MS."""
-    prompt = make_prompt(LONG + 1, seed=next(SEEDS))
-    expected = fleet.ask(prompt, on=fleet.a)
-    with fleet.a.slow_to(fleet.b, kilobit_per_s=100, queue_packets=8):
-        there = answers(fleet, prompt, expected)
-        _, lost = fleet.a.sent_slowly()
-    assert there.usage.cached.total < LONG
-    assert there.usage.cached.total == there.usage.cached.grpc
+    for _ in range(5):  # a load that finds its connection still careful from the last one may lose nothing
+        prompt = make_prompt(LONG + 1, seed=next(SEEDS))
+        expected = fleet.ask(prompt, on=fleet.a)
+        with fleet.a.slow_to(fleet.b, kilobit_per_s=100, queue_packets=2):
+            there = answers(fleet, prompt, expected)
+            _, lost = fleet.a.sent_slowly()
+        assert there.usage.cached.total < LONG
+        assert there.usage.cached.total == there.usage.cached.grpc
+        wait_until_it_crosses(fleet)
+        if lost:
+            break
     assert lost, "void: the link lost nothing"
-    wait_until_it_crosses(fleet)
     print(f"{there.usage.cached.grpc} of {LONG} tokens came, {lost} packets were lost")
 
 
