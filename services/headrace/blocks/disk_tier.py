@@ -29,7 +29,7 @@ import xxhash
 from headrace.blocks.host_arena import arena_path
 from headrace.core.errors import BlockCorrupt, ConfigInvalid
 from headrace.core.limits import HEADER_BYTES_MAX
-from headrace.core.store_limits import DISK_SEGMENT_RECORDS_MAX, DISK_SEGMENTS
+from headrace.core.store_limits import DISK_KEPT_MAX, DISK_SEGMENT_RECORDS_MAX, DISK_SEGMENTS
 
 _MAGIC = b"HRBLOCK\x01"  # the last byte is the record's version
 _PREFIX = struct.Struct("<8sIQ")  # magic, header bytes, payload bytes
@@ -73,6 +73,7 @@ class DiskTier:
         self.segment_records_max = DISK_SEGMENT_RECORDS_MAX
         self._segment_to_bytes: dict[int, int] = {}  # by serial, oldest first
         self._given_up: dict[int, int] = {}  # likewise, of those whose files are still to be removed
+        self._kept: set[int] = set()  # of those, the ones whose files the disk did not let go when asked last
         self._serial = 0  # of the newest segment ever: no serial is used twice in a process
         self._newest_records = 0  # in that segment
 
@@ -92,9 +93,14 @@ class DiskTier:
         """Segments whose files are to be removed: `remove_file`, then `removed`."""
         return list(self._given_up)
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """Those of the given up whose files the disk did not let go."""
+        return frozenset(self._kept)
+
     def is_open(self, segment: int) -> bool:
         """Whether the next record may go into that segment."""
-        return segment == self._serial
+        return segment == self._serial and self._newest_records < self.segment_records_max
 
     def is_old(self, segment: int) -> bool:
         """Whether a segment belongs to the older half, which will be reclaimed first, once the tier is half full, be it
@@ -117,14 +123,17 @@ class DiskTier:
                 os.close(fd)
             live = [(record, header) for record, header, state in records if state == _LIVE]
             if not live:
-                path.unlink()
+                try:
+                    self.remove_file(serial)
+                except OSError:  # it is tried again while the node runs
+                    self._given_up[serial] = end
                 continue
             self._segment_to_bytes[serial], self._newest_records = end, len(records)
             found += live
         return found
 
     def live_records(self) -> list[DiskRecord]:
-        """What `find_records` would find now, without changing anything: for checks."""
+        """What `find_records` would find now, without changing anything. Blocks, and reads all prefixes: for tests."""
         found: list[DiskRecord] = []
         for serial in self._segment_to_bytes:
             fd = os.open(self._path(serial), os.O_RDONLY | os.O_CLOEXEC)
@@ -135,11 +144,13 @@ class DiskTier:
         return found
 
     def segment_to_reclaim(self, more_bytes: int) -> int | None:
-        """The oldest segment when so much more would not fit under the bound even with the given up ones gone."""
+        """The oldest segment when so much more would not fit under the bound even with the given up ones gone, but for
+        those that the disk keeps. One that keeps DISK_KEPT_MAX of them is left what it has."""
         assert more_bytes <= self.segment_bytes
-        if sum(self._segment_to_bytes.values()) + more_bytes <= self.bytes_max:
+        kept_bytes = sum(self._given_up[segment] for segment in self._kept) if len(self._kept) < DISK_KEPT_MAX else 0
+        if sum(self._segment_to_bytes.values()) + kept_bytes + more_bytes <= self.bytes_max:
             return None
-        return next(iter(self._segment_to_bytes))
+        return next(iter(self._segment_to_bytes), None)
 
     def has_room(self, more_bytes: int) -> bool:
         """Whether so much more fits under the bound now."""
@@ -179,6 +190,12 @@ class DiskTier:
     def removed(self, segment: int) -> None:
         """The file of a segment that was given up is gone: its bytes are free."""
         del self._given_up[segment]
+        self._kept.discard(segment)
+
+    def keeps(self, segment: int) -> None:
+        """The file of a segment that was given up could not be removed: what it takes is not free soon."""
+        assert segment in self._given_up
+        self._kept.add(segment)
 
     def write(self, record: DiskRecord, header: bytes, payload: bytes) -> None:
         """Write a placed record. Blocks. Raises OSError (no space, a broken disk); what got there of it is cut off."""
@@ -226,15 +243,23 @@ class DiskTier:
         finally:
             os.close(fd)
 
-    def check_integrity(self, *, writing: bool) -> None:
-        """Bytes accounted == bytes of the files, and what counts is never above the bound; no file is unaccounted.
+    def check_integrity(self) -> None:
+        """What counts is never above the bound, and no segment counts twice. Does not touch the disk."""
+        assert sum(self._segment_to_bytes.values()) <= self.bytes_max, "the disk tier is above its bound"
+        assert not self._segment_to_bytes.keys() & self._given_up.keys()
+        assert self._kept <= self._given_up.keys()
+
+    def check_files(self, *, writing: bool) -> None:
+        """Bytes accounted == bytes of the files; no file is unaccounted. Blocks: for tests.
 
         writing: a record is placed whose write has not ended, so the newest file may be shorter than its account. The
         files of given up segments may be gone already, or never have been there.
         """
-        assert sum(self._segment_to_bytes.values()) <= self.bytes_max, "the disk tier is above its bound"
-        assert not self._segment_to_bytes.keys() & self._given_up.keys()
-        files = {path.name: path.stat().st_size for path in _segment_files(self.directory)}
+        self.check_integrity()
+        files: dict[str, int] = {}
+        for path in _segment_files(self.directory):
+            with contextlib.suppress(FileNotFoundError):  # the writer's thread has removed it since it was listed
+                files[path.name] = path.stat().st_size
         for segment, accounted in self._segment_to_bytes.items():
             size = files.pop(self._path(segment).name, 0)
             assert size == accounted or (writing and segment == self._serial and size < accounted), (

@@ -196,11 +196,12 @@ class DiskBlocks:
         old, block.record = block.record, job.record
         if old is not None:
             del self._segments[old.segment][block.key]
-            self._bury(old)
         self._segments.setdefault(job.record.segment, {})[block.key] = block
+        if old is not None:
+            self._bury(old)
 
     def drop_waiting(self) -> None:
-        """Nothing can be written for now, since files that were given up stay: what waits counts as not written."""
+        """There is no room for now, since files that were given up stay: what waits counts as not written."""
         while self._queue:
             self._not_written(self._queue.popleft())
 
@@ -231,6 +232,22 @@ class DiskBlocks:
         return self.tier is None or self._waiting_bytes + num_bytes <= DEMOTE_QUEUE_BYTES_MAX
 
     @property
+    def removable(self) -> list[int]:
+        """Those of the given up whose files the disk was not asked for yet."""
+        kept = frozenset[int]() if self.tier is None else self.tier.kept
+        return [segment for segment in self.given_up if segment not in kept]
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether there are given up ones that could not be removed."""
+        return self.tier is not None and bool(self.tier.kept)
+
+    def keeps(self, segment: int) -> None:
+        """A given up segment's file could not be removed; others make room instead of it."""
+        assert self.tier is not None
+        self.tier.keeps(segment)
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing waits to be written, and what was removed stays removed, whether or not its file is gone."""
         return not self._queue and self._writing is None and not self._dead and not self._marking
@@ -246,11 +263,11 @@ class DiskBlocks:
         return len(self._blocks) - sum(len(blocks) for blocks in self._segments.values())
 
     def check_integrity(self) -> None:
-        """The index is what the files say, bytes are accounted, and residency over both tiers is closed."""
+        """Bytes are accounted, and residency over both tiers is closed. Does not touch the disk."""
         if self.tier is None:
             assert not self._blocks
             return
-        self.tier.check_integrity(writing=self._writing is not None)
+        self.tier.check_integrity()
         self.arena_blocks.accounts.check_disk(self)
         waiting_bytes, queued = 0, {id(job) for job in self._queue}
         for key, block in self._blocks.items():
@@ -269,16 +286,30 @@ class DiskBlocks:
                 assert block.record is not None
                 assert block.total_bytes == block.record.total_bytes
         assert waiting_bytes == self._waiting_bytes <= DEMOTE_QUEUE_BYTES_MAX
-        indexed = {(b.record.segment, b.record.offset) for b in self._blocks.values() if b.record is not None}
-        assert len(indexed) == sum(len(blocks) for blocks in self._segments.values())
+        assert len(self._indexed()) == sum(len(blocks) for blocks in self._segments.values())
         assert sum(len(children) for children in self._children.values()) == sum(
             1 for block in self._blocks.values() if block.header.position > 0
         )
+
+    def check_files(self) -> None:
+        """The index is what the files say. Blocks, for as long as it takes to read them: for tests."""
+        if self.tier is None:
+            return
+        self.tier.check_files(writing=self._writing is not None)
         if self._writing is None and not self._dead and not self._marking:
             on_disk = {(record.segment, record.offset) for record in self.tier.live_records()}
-            assert on_disk == indexed, "the index is not what the files hold"
+            assert on_disk == self._indexed(), "the index is not what the files hold"
 
     # Steps
+
+    def _indexed(self) -> set[tuple[int, int]]:
+        return {(b.record.segment, b.record.offset) for b in self._blocks.values() if b.record is not None}
+
+    def _is_in_use(self, segment: int) -> bool:
+        """Whether a record may still come into a segment, or is being written there."""
+        assert self.tier is not None
+        record = None if self._writing is None else self._writing.record
+        return self.tier.is_open(segment) or (record is not None and record.segment == segment)
 
     def _should_move(self, block: DiskBlock) -> bool:
         """Whether a block's copy would be reclaimed too early: in the older half, or before one that stands on it."""
@@ -302,7 +333,8 @@ class DiskBlocks:
     def _has_place(self) -> bool:
         """Whether one more block may be kept; where there are as many as may be, the oldest segment goes for it."""
         assert self.tier is not None
-        if len(self._blocks) >= self.blocks_max and (oldest := self.tier.oldest_segment) is not None:
+        oldest = self.tier.oldest_segment
+        if len(self._blocks) >= self.blocks_max and oldest is not None and not self._is_in_use(oldest):
             self._reclaim(oldest)
         return len(self._blocks) < self.blocks_max
 
@@ -346,7 +378,7 @@ class DiskBlocks:
         """A record is dead and must not come back; where nothing lives in its segment that goes as a whole."""
         assert self.tier is not None
         self._dead.append(record)
-        if self._segments.get(record.segment) or self.tier.is_open(record.segment):
+        if self._segments.get(record.segment) or self._is_in_use(record.segment):
             self.wake()
         else:
             self._give_up(record.segment)

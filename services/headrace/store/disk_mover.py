@@ -44,10 +44,11 @@ class DiskMover:
         self._settled = asyncio.Event()
         self._reads = asyncio.Semaphore(DISK_READERS)
         self._paused_until_s = 0.0
-        self._clean_at_s = 0.0  # after the disk refused a mark or a removal
+        self._remove_at_s = 0.0  # when to try again what the disk did not remove
+        self._mark_at_s = 0.0  # likewise, what it did not mark
         self._refuses_writes = False  # the last write failed: said once, however many follow
         self._refuses_marks = False  # likewise; a full disk takes marks, one that is read-only neither
-        self._keeps_files = False  # likewise, of files that were given up
+        self._keeps_files = False  # likewise, whether it was said of files that were given up
         self._reader = ThreadPoolExecutor(DISK_READERS, thread_name_prefix="disk read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk write")
 
@@ -55,13 +56,14 @@ class DiskMover:
         """Remove files, mark what is dead and write what was demoted, one after the other, until cancelled."""
         while True:
             self._work.clear()
-            await self._clean_up()
+            await self._remove_files()
+            await self._mark_dead()
             job = self._disk.next_write()
             if job is not None:
                 self._disk.written(job, well=await self._write(job))
                 continue
-            if self._keeps_files:
-                self._disk.drop_waiting()
+            if not self._disk.removable:
+                self._disk.drop_waiting()  # if anything waits still, kept files have its room
             if self._disk.is_settled:
                 self._settled.set()
             await self._wait_for_work()
@@ -176,37 +178,38 @@ class DiskMover:
 
     async def _wait_for_work(self) -> None:
         """Return when there is something to do; of what the disk refused, when it is tried again."""
-        wait_s = max(0.0, self._clean_at_s - self._clock.now_s()) if self._disk.has_work else None
+        now_s = self._clock.now_s()
+        later = [at_s - now_s for at_s in (self._remove_at_s, self._mark_at_s) if at_s > now_s]
+        wait_s = min(later, default=0.0) if self._disk.has_work else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._work.wait()
 
-    async def _clean_up(self) -> None:
-        """Remove the files that were given up, and mark what must not come back where they stay. A disk that refuses is
-        tried again after DISK_PAUSE_MS; until it takes the marks nothing is settled."""
-        if self._clock.now_s() < self._clean_at_s:
-            return
-        await self._remove_files()
-        await self._mark_dead()
-        if self._keeps_files or self._refuses_marks:
-            self._clean_at_s = self._clock.now_s() + DISK_PAUSE_MS / 1_000
-
     async def _remove_files(self) -> None:
+        """Remove the files that were given up; what the disk keeps is tried again after DISK_PAUSE_MS."""
+        is_due = self._clock.now_s() >= self._remove_at_s
         kept: OSError | None = None
-        for segment in self._disk.given_up:
+        for segment in self._disk.given_up if is_due else self._disk.removable:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._tier.remove_file, segment)
             except OSError as error:
                 kept = error
+                self._disk.keeps(segment)
             else:
                 self._disk.removed(segment)
+        if kept is not None and is_due:
+            self._remove_at_s = self._clock.now_s() + DISK_PAUSE_MS / 1_000
         if kept is not None and not self._keeps_files:
             _log.warning("files that were given up cannot be removed and go on taking room: %s", kept.strerror)
-        elif kept is None and self._keeps_files:
+        elif self._keeps_files and not self._disk.keeps_files:
             _log.warning("files that were given up are removed now")
-        self._keeps_files = kept is not None
+        self._keeps_files = self._disk.keeps_files
 
     async def _mark_dead(self) -> None:
+        """Mark what must not come back where its file stays. A disk that refuses is tried again after DISK_PAUSE_MS;
+        until it takes the marks nothing is settled."""
+        if self._clock.now_s() < self._mark_at_s:
+            return
         dead = self._disk.take_dead()
         if not dead:
             return
@@ -216,6 +219,7 @@ class DiskMover:
             if not self._refuses_marks:
                 _log.warning("%d blocks are not marked as removed on disk yet: %s", len(dead), error.strerror)
             self._refuses_marks = True
+            self._mark_at_s = self._clock.now_s() + DISK_PAUSE_MS / 1_000
             self._disk.marked(well=False)
         else:
             if self._refuses_marks:

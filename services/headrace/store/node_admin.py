@@ -83,7 +83,7 @@ class NodeAdmin(pb_grpc.NodeAdminServicer):
         return pb.UsageReply(accounts=[pb.AccountUsage(**asdict(usage)) for usage in self._node.room.usage()])
 
     async def CheckIntegrity(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        """Whether every account of this node balances. Passes over everything that is held, in one step."""
+        """Whether every account of this node balances. Passes over all that is held, in one step, and reads no disk."""
         try:
             self._node.check_integrity()
         except AssertionError as broken:

@@ -152,6 +152,7 @@ async def test_writing_behind_keeps_the_index_true(nodes, tmp_path) -> None:
             while await indexed() != 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         service.node.check_integrity()
+        service.node.disk.check_files()
     finally:
         await service.stop(remove_arena=True)
     assert disk_path(tmp_path / "disk", "inside").exists(), "a directory that the user named is the user's"

@@ -44,6 +44,11 @@ class DiskKit(StoreKit):
                 written += 1
         return written
 
+    def check(self) -> None:
+        """The node's books balance, and the disk's are what its files hold."""
+        self.node.check_integrity()
+        self.node.disk.check_files()
+
     def promote(self, prompt: HashedPrompt, first_block: int = 0) -> int:
         """What a lease does first; returns how many blocks came into the arena."""
         done = 0

@@ -237,6 +237,7 @@ class StoreMachine(RuleBasedStateMachine):
             with self.arena.payload(record.slot, len(known.payload)) as memory:
                 assert memory == known.payload, "what came back is not what was written"
         self.node.check_integrity()
+        self.node.disk.check_files()
 
     def readable_chain(self, pick: int) -> KnownChain:
         """One of the chains of which there is something to read; any when there is none."""
@@ -311,6 +312,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         StoreMachine.steps_run += 1
         self.node.check_integrity()
+        self.node.disk.check_files()
         assert len(self.arena.slot_units()) == len(self.model.blocks), "a slot is held for nothing, or a block has none"
         used = sum(block.known.slot_bytes for block in self.model.blocks.values())
         assert self.arena.free_bytes + used == self.arena.data_bytes

@@ -325,6 +325,7 @@ class ClaimsMachine(StoreMachine):
         assert not self.model.blocks
         assert self.arena.free_bytes == self.arena.data_bytes
         self.node.check_integrity()
+        self.node.disk.check_files()
 
 
 def fits(slots: dict[int, int], num_units: int, units: int) -> bool:

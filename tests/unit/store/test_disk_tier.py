@@ -1,5 +1,7 @@
 """The disk tier's files on their own: what is found again after any cut or flipped bit, and what is never exceeded."""
 
+import errno
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +62,7 @@ def test_what_was_written_is_found_again_with_its_bytes(tmp_path: Path) -> None:
     for index, record in enumerate(records):
         header, payload = again.read(record)
         assert (header, bytes(payload)) == (HEADERS[index], PAYLOADS[index])
-    again.check_integrity(writing=False)
+    again.check_files(writing=False)
     assert again.used_bytes == 3 * RECORD_BYTES
 
 
@@ -76,7 +78,7 @@ def test_a_last_record_cut_at_any_byte_is_not_found_and_all_before_it_are(tmp_pa
         file.write_bytes(whole[:cut])
         tier, found = reopened(tier)
         assert [header for _, header in found] == HEADERS[:2], f"cut at {cut}"
-        tier.check_integrity(writing=False)
+        tier.check_files(writing=False)
         if cut % 97 == 0:
             put(tier, 3)
             tier, found = reopened(tier)
@@ -115,7 +117,7 @@ def test_the_bound_holds_by_giving_up_the_oldest_segment(tmp_path: Path) -> None
             remove(tier, segment)
             reclaimed.append(segment)
         put(tier, index % 6)
-        tier.check_integrity(writing=False)
+        tier.check_files(writing=False)
         assert sum(path.stat().st_size for path in tier.directory.glob("*.blocks")) <= 8 * RECORD_BYTES
     assert reclaimed == sorted(reclaimed) == list(range(1, 17))
 
@@ -140,7 +142,7 @@ def test_a_write_that_failed_leaves_no_hole(tmp_path: Path) -> None:
     with full_after(failed.offset + 100), pytest.raises(OSError, match="too large"):
         tier.write(failed, HEADERS[1], PAYLOADS[1])
     tier.unplace(failed)
-    tier.check_integrity(writing=False)
+    tier.check_files(writing=False)
     put(tier, 2)
     _, found = reopened(tier)
     assert [header for _, header in found] == [HEADERS[0], HEADERS[2]]
@@ -155,14 +157,14 @@ def test_a_segment_that_was_given_up_takes_room_until_its_file_is_gone(tmp_path:
     tier.give_up(oldest)
     assert (tier.used_bytes, tier.has_room(RECORD_BYTES)) == (4 * RECORD_BYTES, False)
     assert tier.segment_to_reclaim(RECORD_BYTES) is None, "one is enough"
-    tier.check_integrity(writing=False)
+    tier.check_files(writing=False)
     tier.remove_file(oldest)
     assert not tier.has_room(RECORD_BYTES), "nobody has said yet that it is gone"
-    tier.check_integrity(writing=False)
+    tier.check_files(writing=False)
     tier.removed(oldest)
     assert (tier.used_bytes, tier.has_room(RECORD_BYTES)) == (3 * RECORD_BYTES, True)
     put(tier, 4)
-    tier.check_integrity(writing=False)
+    tier.check_files(writing=False)
 
 
 def test_a_segment_has_no_more_records_than_it_may_also_after_a_restart(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_a_segment_has_no_more_records_than_it_may_also_after_a_restart(tmp_path
     failed = tier.place(len(HEADERS[1]), len(PAYLOADS[1]))
     tier.unplace(failed)
     assert [put(tier, index).segment for index in range(2)] == [3, 4]
-    tier.check_integrity(writing=False)
+    tier.check_files(writing=False)
 
 
 def test_the_older_half_is_that_of_the_segments_where_records_are_what_there_may_be_no_more_of(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tier.directory / "segment-of-a-film.blocks").write_text("not ours")
     tier, found = reopened(tier)
     assert len(found) == 1
-    tier.check_integrity(writing=False)
+    tier.check_files(writing=False)
     tier.close()
     assert remove_disk(tier.directory)
     assert [entry.name for entry in tier.directory.iterdir()] == ["segment-of-a-film.blocks"]
@@ -239,3 +241,44 @@ def test_a_file_that_cannot_be_used_at_start_is_a_setting_that_is_wrong(tmp_path
         recover_disk(tier)
     assert refused.value.key == "disk_dir"
     tier.close()
+
+
+def test_a_file_in_which_nothing_lives_and_that_cannot_be_deleted_does_not_keep_a_node_from_starting(
+    tmp_path: Path,
+) -> None:
+    """Fails when what is tolerated while a node runs is fatal at its next start, or the file's room counts as free."""
+
+    class KeepsFiles(DiskTier):
+        def remove_file(self, segment: int) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    tier = make_tier(tmp_path / "n1")
+    tier.mark_dead(put(tier, 0))
+    tier.close()
+    again = KeepsFiles(tier.directory, tier.bytes_max, segments=4, lock_fd=-1)
+    assert recover_disk(again).found == ()
+    assert (again.given_up, again.used_bytes) == ([1], RECORD_BYTES)
+    put(again, 1)
+    again.check_files(writing=False)
+
+
+def test_a_file_that_is_removed_while_the_books_are_checked_is_no_fault(tmp_path: Path) -> None:
+    """Fails when the check dies of a file that the writer's thread has removed since it was listed."""
+    tier = make_tier(tmp_path / "n1")
+    put(tier, 0)
+    (tier.directory / "segment-00000000000000ff.blocks").symlink_to("gone")  # listed, and not there to be looked at
+    tier.check_files(writing=False)
+
+
+def test_a_tier_that_an_earlier_version_filled_gives_up_its_one_segment(tmp_path: Path) -> None:
+    """Fails when a segment with more records than it may have is spared as the one into which the next record goes."""
+    tier = make_tier(tmp_path / "n1")
+    for index in range(4):
+        put(tier, index)
+    tier, _ = reopened(tier)
+    assert tier.oldest_segment is None
+    tier.segment_records_max = 3
+    assert tier.oldest_segment == 1
+    remove(tier, 1)
+    assert put(tier, 0).segment == 2
+    tier.check_files(writing=False)
