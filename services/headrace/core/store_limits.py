@@ -26,7 +26,7 @@ DISK_BLOCKS_MAX = 131_072
 DISK_SEGMENT_RECORDS_MAX = DISK_BLOCKS_MAX // DISK_SEGMENTS
 
 # Files of given up segments that a disk may keep while further segments are given up in their place: with so many, an
-# eighth of the tier, it is one that removes nothing (read-only, say), and what else it has is worth more read than lost.
+# eighth of the tier, it is one that removes nothing (read-only, say), and the rest of it is worth more read than lost.
 DISK_KEPT_MAX = DISK_SEGMENTS // 8
 
 # Bytes of evicted blocks that wait to be written to disk: 64 MiB are 46 blocks of 1.4 MiB, a tenth of a second of a

@@ -35,12 +35,12 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from headrace.engine.pad_rows import pad_rows
 from headrace.engine.paged_kv import PagedKV
 
 ATTENTION_NAME = "headrace_paged"
 
 TILE = 128  # positions; changing it changes bits, so the numerics probe keeps old and new workers apart
-HEAD_ROWS = 4
 
 # Scores of one product, all heads together: 4 M elements are 8 MiB in bfloat16, which a large cache holds and which
 # keeps a tile of a 9-head model whole up to a context of 3,600.
@@ -124,7 +124,7 @@ class GatheredKeys:
 class Piece:
     """As many rows of each of a batch of sequences, inside one tile: two matrix products a layer. Made once a step.
 
-    `packed rows` are rows x query heads of one KV head, padded to a multiple of HEAD_ROWS.
+    `packed rows` are rows x query heads of one KV head, padded (`pad_rows.py`).
     """
 
     gathered: GatheredKeys
@@ -377,7 +377,7 @@ def _plan_piece(
     scratch = context.scratch
     _, kv_heads, group, head_dim = output.shape
     sequences, num_rows = len(spans), len(part)
-    num_packed = -(-num_rows * group // HEAD_ROWS) * HEAD_ROWS
+    num_packed = pad_rows(num_rows * group)
     keys = tile_keys(spans[0].start + part.start, window)
     first = keys.start - tile_keys(spans[0].start, window).start
     found = gathered.keys[:, :, first : first + keys.stop - keys.start]
@@ -439,5 +439,5 @@ def _mask(
     hidden = positions > queries
     if window is not None:
         hidden |= positions <= queries - window
-    hidden = pad(hidden, (0, 0, 0, -hidden.shape[1] % HEAD_ROWS)).unsqueeze(1)
+    hidden = pad(hidden, (0, 0, 0, pad_rows(hidden.shape[1]) - hidden.shape[1])).unsqueeze(1)
     return torch.zeros(hidden.shape, dtype=context.kv.dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -59,6 +59,7 @@ CODE_FILES = (
     "model_runner",
     "numerics_probe",
     "packed_linear",
+    "pad_rows",
     "paged_kv",
     "send_numbers",
 )

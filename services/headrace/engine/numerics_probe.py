@@ -8,16 +8,17 @@ numbers are right (`compare_forward.py` does).
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from headrace.core.block import KvLayout
-from headrace.engine.attention import HEAD_ROWS, TILE
+from headrace.engine.attention import TILE
 from headrace.engine.model_runner import ModelRunner, SequenceStep
 from headrace.engine.packed_linear import PackedLinear
+from headrace.engine.pad_rows import FEW_ROWS_MAX, HEAD_ROWS, MANY_ROWS_MIN
 from headrace.engine.paged_kv import PagedKV
 
 PROBE_TOKENS = TILE + 56  # crosses the tile grid, and is not a multiple of any row multiple below 8
@@ -31,7 +32,10 @@ ROW_MULTIPLES = (4, 8, 16)
 LINEAR_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 12, 16, 25, 32, 48, 64)
 
 # Ends of tiles, in tiles, whose keys attention's products are tried with: libraries choose by such sizes how to cut.
-PRODUCT_TILES = (1, 2, 3, 8, 9, 32)
+PRODUCT_TILES = (1, 2, 3, 4, 5, 8, 9, 16, 32)
+
+# Numbers of packed rows that they are tried with, beside the most.
+PRODUCT_ROWS = (*range(HEAD_ROWS, FEW_ROWS_MAX + 1, HEAD_ROWS), MANY_ROWS_MIN, 68, 96, 124, 128, 192, 256, 320)
 
 
 def probe_runner(model: PreTrainedModel, layout: KvLayout, *, row_multiple: int, threads: int) -> ModelRunner:
@@ -156,19 +160,24 @@ def _products_agree(runner: ModelRunner, threads: int) -> bool:
     as among few rows, of one sequence or of several. threads: for the few."""
     heads, head_dim = runner.kv.layout.num_kv_heads, runner.kv.layout.head_dim
     agree = True
+    context_tokens_max = getattr(runner.model.config, "max_position_embeddings", None) or PRODUCT_TILES[-1] * TILE
     for tiles in PRODUCT_TILES:
+        if (tiles - 1) * TILE >= context_tokens_max:
+            break
         keys, queries = (_numbers(runner, heads, count, head_dim) for count in (tiles * TILE, 3 * TILE))
         torch.set_num_threads(1)
         whole = torch.bmm(queries, keys.transpose(1, 2))
         whole_result = torch.bmm(torch.softmax(whole, dim=-1), keys)
         torch.set_num_threads(threads)
-        for sequences in (1, 4):
+        for count, sequences in product(PRODUCT_ROWS, (1, 4)):
             several = keys.repeat(sequences, 1, 1)
-            for rows in (slice(HEAD_ROWS), slice(-3 * HEAD_ROWS, None)):
+            for rows in (slice(count), slice(-count, None)):
                 scores = torch.bmm(queries[:, rows].repeat(sequences, 1, 1), several.transpose(1, 2))
                 result = torch.bmm(torch.softmax(scores, dim=-1), several)
                 agree &= torch.equal(scores, whole[:, rows].repeat(sequences, 1, 1))
                 agree &= torch.equal(result, whole_result[:, rows].repeat(sequences, 1, 1))
+            if not agree:
+                return False
     return agree
 
 

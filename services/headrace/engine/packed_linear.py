@@ -17,27 +17,38 @@ class Packing:
     """How a weight is packed, and how it is used."""
 
     for_rows: int  # the number of rows that the library is told to pack for
-    rows_max: int  # of one product: more are several products, so that no product has more rows than were tried
+    rows_max: int  # of one product: more are several products
+    rows_step: int = 1  # a product of more than so many rows has a multiple of it; what is left over is one of its own
+
+    def cut(self, num_rows: int) -> list[int]:
+        """Rows of each product."""
+        whole, left = divmod(num_rows, self.rows_max)
+        over = left % self.rows_step
+        return [*[self.rows_max] * whole, *[rows for rows in (left - over, over) if rows]]
 
 
-# The first is used, unless the bits of a row depend under it on how many rows there are. Where this was measured,
-# packing for 256 gave the best or nearly the best time for every number of rows from 1 to 256, in both number formats.
-# A processor that multiplies tiles (AMX) cuts the sum of a product in one way up to 32 rows and in another above, or up
-# to 128 of what is packed for a single row; by the weight's shape there are fewer or other such edges.
-PACKINGS = (Packing(256, 256), Packing(1, 256), Packing(1, 128), Packing(256, 32))
+# Where this was measured, packing for 256 gave the best or nearly the best time for every number of rows from 1 to 256,
+# in both number formats. No product has more rows than the self-test at load tries.
+FAST = Packing(256, 256)
 
-# Numbers of rows that a packing is tried with on such a processor: multiples of what steps are padded to, and both
-# sides of edges that were seen.
-ROWS_TRIED = (4, 8, 12, 16, 24, 28, 32, 36, 40, 48, 64, 96, 128, 160, 192, 256)
+# For a processor that multiplies tiles (AMX), where the sum of a product is cut in ways that depend on how many rows it
+# has, the weight's shape and the number of threads. So its products have few different numbers of rows, each of which
+# is tried; the first of these packings is used under which none makes a difference.
+CUT = (Packing(256, 256, 32), Packing(1, 256, 32), Packing(1, 128, 32), Packing(256, 32, 32))
+
+ROW_MULTIPLE = 4  # of what steps are padded to, at least
 
 # Few rows are tried in so many at least: a row's bits differ in a few of a hundred rows only.
-ROWS_COMPARED_MIN = 64
+ROWS_COMPARED_MIN = 128
+
+# Of layers with more outputs for an input nothing is added to a residual: they project up, or to the vocabulary.
+SUM_OUTPUTS_MAX = 4
 
 
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference over a packed weight. The plain weight is not kept."""
 
-    def __init__(self, linear: nn.Linear, packing: Packing = PACKINGS[0]) -> None:
+    def __init__(self, linear: nn.Linear, packing: Packing = FAST) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -49,18 +60,20 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [..., in_features] -> [..., out_features]."""
-        if rows.numel() <= self.packing.rows_max * self.in_features:
+        cut = self.packing.cut(rows.numel() // self.in_features)
+        if len(cut) <= 1:
             return self._product(rows, self.packed, self.bias, "none", [], "")
-        pieces = rows.reshape(-1, self.in_features).split(self.packing.rows_max)
+        pieces = rows.reshape(-1, self.in_features).split(cut)
         products = [self._product(piece, self.packed, self.bias, "none", [], "") for piece in pieces]
         return torch.cat(products).view(*rows.shape[:-1], self.out_features)
 
     def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """residual [..., out_features] plus the product, rounded once."""
-        if rows.numel() <= self.packing.rows_max * self.in_features:
+        cut = self.packing.cut(rows.numel() // self.in_features)
+        if len(cut) <= 1:
             return self._added_product(rows, residual, self.packed, self.bias, "add")
-        pieces = rows.reshape(-1, self.in_features).split(self.packing.rows_max)
-        added_to = residual.reshape(-1, self.out_features).split(self.packing.rows_max)
+        pieces = rows.reshape(-1, self.in_features).split(cut)
+        added_to = residual.reshape(-1, self.out_features).split(cut)
         sums = [
             self._added_product(piece, added, self.packed, self.bias, "add")
             for piece, added in zip(pieces, added_to, strict=True)
@@ -91,44 +104,47 @@ def pack_linears(model: nn.Module, *, exact: bool, threads: int) -> int:
         for parent, name, linear in targets:
             shape = (linear.in_features, linear.out_features, linear.weight.dtype)
             if shape not in packings:
-                packings[shape] = choose_packing(linear, threads=threads) if exact else PACKINGS[0]
+                packings[shape] = choose_packing(linear, threads=threads) if exact else FAST
             setattr(parent, name, PackedLinear(linear, packings[shape]))
     return len(targets)
 
 
 def choose_packing(linear: nn.Linear, *, threads: int) -> Packing:
-    """The first under which a row's bits are the same among however many rows, on one thread and on all; the first of
-    all where there is none, or where the processor does not multiply tiles in this number format.
+    """The fast one, but on a processor that multiplies tiles in this number format the first under which a row's bits
+    are the same among however many rows, on one thread and on all; the fast one, too, where none is.
 
     The self-test at load judges in any case (`numerics_probe.py`).
     """
     if linear.weight.dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
-        return PACKINGS[0]
+        return FAST
     threads_before = torch.get_num_threads()
     try:
-        held = (packing for packing in PACKINGS if _bits_hold(linear, packing, thread_counts=(1, threads)))
-        return next(held, PACKINGS[0])
+        return next((packing for packing in CUT if _bits_hold(linear, packing, thread_counts=(1, threads))), FAST)
     finally:
         torch.set_num_threads(threads_before)
 
 
 def _bits_hold(linear: nn.Linear, packing: Packing, *, thread_counts: Sequence[int]) -> bool:
-    """Whether products and sums of few rows are those of many, bit for bit."""
+    """Whether rows have the same bits in products of every number of rows that are cut so, and in sums."""
     packed = PackedLinear(linear, packing)
     numbers = torch.Generator().manual_seed(0)
     rows, residual = (
-        torch.randn((packing.rows_max, size), generator=numbers).to(linear.weight.dtype)
+        torch.randn((max(packing.rows_max, ROWS_COMPARED_MIN), size), generator=numbers).to(linear.weight.dtype)
         for size in (linear.in_features, linear.out_features)
     )
+    with_sums = linear.out_features <= SUM_OUTPUTS_MAX * linear.in_features
     torch.set_num_threads(1)
-    product, added = packed(rows), packed.add_to(residual, rows)
+    product, added = packed(rows), packed.add_to(residual, rows) if with_sums else residual
+    sizes = [*range(ROW_MULTIPLE, packing.rows_step, ROW_MULTIPLE)]
+    sizes += range(packing.rows_step, packing.rows_max + 1, packing.rows_step)
     for threads in thread_counts:
         torch.set_num_threads(threads)
-        for count in (count for count in ROWS_TRIED if count <= packing.rows_max):
-            end = count * -(-ROWS_COMPARED_MIN // count)
-            for some in (slice(first, first + count) for first in range(0, min(end, packing.rows_max), count)):
+        for size in sizes:
+            for some in (slice(first, first + size) for first in range(0, len(rows) - size + 1, size)):
+                if some.start >= ROWS_COMPARED_MIN:
+                    break
                 if not torch.equal(packed(rows[some]), product[some]):
                     return False
-                if not torch.equal(packed.add_to(residual[some], rows[some]), added[some]):
+                if with_sums and not torch.equal(packed.add_to(residual[some], rows[some]), added[some]):
                     return False
     return True

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.engine.packed_linear import PACKINGS, PackedLinear, Packing, choose_packing, pack_linears
+from headrace.engine.packed_linear import FAST, PackedLinear, Packing, choose_packing, pack_linears
 
 # Of SmolLM2-135M, and one with a longer sum. A processor that multiplies tiles has edges at other rows for each.
 SHAPES = [(576, 960), (576, 3072), (1536, 576), (4096, 512)]
@@ -33,7 +33,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_there_are_as_a_weight_is_packed_h
     torch.set_num_threads(1)
     product, added = packed(rows), packed.add_to(residual, rows)
     torch.set_num_threads(threads)
-    for count in (4, 20, 32, 44, 100, 132, 200, 256, 300, 512):
+    for count in (4, 20, 32, 44, 100, 132, 144, 200, 256, 272, 300, 400, 512):
         for some in (slice(first, first + count) for first in range(0, 600 - count + 1, count)):
             assert torch.equal(packed(rows[some]), product[some]), count
             assert torch.equal(packed.add_to(residual[some], rows[some]), added[some]), count
@@ -44,7 +44,9 @@ def test_a_rows_bits_do_not_depend_on_how_many_there_are_as_a_weight_is_packed_h
 @torch.inference_mode()
 def test_more_rows_than_a_product_takes_are_several_products_in_their_order(dims, dtype):
     linear = make_linear(24, 40, dtype, bias=True)
-    packed = PackedLinear(linear, Packing(for_rows=1, rows_max=32))
+    packed = PackedLinear(linear, packing := Packing(for_rows=1, rows_max=32, rows_step=8))
+    assert packing.cut(70) == [32, 32, 6]
+    assert [packing.cut(rows) for rows in (4, 8, 20, 32, 60)] == [[4], [8], [16, 4], [32], [32, 24, 4]]
     rows, residual = torch.randn(*dims, 24).to(dtype), torch.randn(*dims, 40).to(dtype)
     product, added = packed(rows), packed.add_to(residual, rows)
     assert product.shape == added.shape == (*dims, 40)
@@ -57,10 +59,10 @@ def test_more_rows_than_a_product_takes_are_several_products_in_their_order(dims
 
 def test_what_needs_no_trial_is_packed_as_is_fastest():
     """A number format without tiles, and a model of which nobody wants bits."""
-    assert choose_packing(make_linear(576, 960, torch.float32), threads=1) == PACKINGS[0]
+    assert choose_packing(make_linear(576, 960, torch.float32), threads=1) == FAST
     model = nn.Sequential(make_linear(576, 960), make_linear(960, 576))
     assert pack_linears(model, exact=False, threads=1) == 2
-    assert [layer.packing for layer in model] == [PACKINGS[0]] * 2
+    assert [layer.packing for layer in model] == [FAST] * 2
 
 
 def test_a_trial_leaves_the_number_of_threads_as_it_was(threads_restored):
