@@ -166,7 +166,7 @@ async def test_a_process_that_nobody_can_look_at_says_so_once() -> None:
 
 async def test_the_process_that_looks_is_replaced_when_it_dies() -> None:
     """Fails when a node is looked at by nobody for the rest of its life, since memory was short once."""
-    async with running("-c", TURNING, "60000") as process:
+    async with running("-c", TURNING, "10000") as process:
         await until(lambda: bool(watchers(process.pid)))
         (first,) = watchers(process.pid)
         os.kill(first, signal.SIGKILL)

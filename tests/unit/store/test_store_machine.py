@@ -14,8 +14,8 @@ from store_machine_disk import DiskMachine
 STEPS_PER_EXAMPLE = 60
 # Each with its seed, its examples, and the steps that it takes at least: a hundred thousand in all, by however many
 # processes.
-PARTS = [*((ControlMachine, number, 340, 18_000) for number in (1, 2, 3, 4))]
-PARTS += [(DiskMachine, 5, 265, 14_000), (DiskMachine, 6, 265, 14_000)]
+PARTS = [*((ControlMachine, number, 370, 18_000) for number in (1, 2, 3, 4))]
+PARTS += [(DiskMachine, 5, 290, 14_000), (DiskMachine, 6, 290, 14_000)]
 assert sum(steps_min for *_, steps_min in PARTS) >= 100_000
 
 
