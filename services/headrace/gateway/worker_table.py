@@ -68,7 +68,7 @@ class WorkerTable:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._records: dict[WorkerId, WorkerRecord] = {}
-        self._listed_s = clock.now_s()  # when a listing last named anybody
+        self._empty_since_s: float | None = clock.now_s()  # the first listing that named nobody, of those in a row
         self._suspects: dict[WorkerId, _Suspicion] = {}
         self._in_flight: dict[WorkerId, int] = {}
         self._planned: dict[RequestId, list[PlannedWork]] = {}
@@ -80,14 +80,17 @@ class WorkerTable:
     def replace(self, records: Sequence[WorkerRecord]) -> None:
         """Take over a fresh listing.
 
-        An empty one is not believed for `WORKER_TABLE_KEEP_MS`: a Redis that came back empty knows nobody until the
-        workers announce themselves again, and calls to a dead worker fail quickly by themselves.
+        Empty ones are not believed for `WORKER_TABLE_KEEP_MS`, from the first of them on, however long there was none
+        at all before: a Redis that came back empty knows nobody until the workers announce themselves again, and calls
+        to a dead worker fail quickly by themselves.
         """
         now_s = self._clock.now_s()
-        if not records and now_s - self._listed_s < WORKER_TABLE_KEEP_MS / 1000:
-            return
         if records:
-            self._listed_s = now_s
+            self._empty_since_s = None
+        elif self._empty_since_s is None:
+            self._empty_since_s = now_s
+        if self._empty_since_s is not None and now_s - self._empty_since_s < WORKER_TABLE_KEEP_MS / 1000:
+            return
         self._records = dict(sorted((record.worker_id, record) for record in records))
         self._models = _served_models(self.records())
         self._told = {record.worker_id: self._when_told(record, now_s) for record in records}
