@@ -311,9 +311,7 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
     from headrace.gateway.tenants_file import TenantsFile
     from headrace.index.redis_membership import RedisMembership
     from headrace.telemetry.gateway_metrics import GatewayMetrics
-    from headrace.telemetry.metered_ports import MeteredWorkerCalls
     from headrace.telemetry.metrics import Metrics
-    from headrace.telemetry.traced_ports import TracedBlockIndex, TracedWorkerCalls
     from headrace.transfer.channels import Channels
     from headrace.transfer.check_network import check_network
     from headrace.transfer.tls_files import tls_of_parts
@@ -329,16 +327,9 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
         parts.push_async_callback(close)
     metrics_port = _serve_metrics(config, metrics, parts)
     observer, tenants_file = GatewayMetrics(metrics), config.gateway.tenants_file
-    backend = Backend(
-        index=mirror if tracing is None else TracedBlockIndex(mirror, tracing=tracing),
-        membership=membership,
-        calls=MeteredWorkerCalls(
-            calls if tracing is None else TracedWorkerCalls(calls, tracing=tracing), metrics=metrics, clock=clock
-        ),
-        ray_cluster=ray_cluster,
-    )
+    index, calls = _observed(mirror, calls, tracing=tracing, metrics=metrics, clock=clock)
     service = GatewayService(
-        backend,
+        Backend(index=index, membership=membership, calls=calls, ray_cluster=ray_cluster),
         config.gateway,
         clock=clock,
         keys=TenantsFile(tenants_file) if tenants_file else NO_KEYS,
@@ -373,6 +364,16 @@ def build_gateway(config: Config, *, calls: WorkerCalls, gateway_id: str = "", r
         index_known=mirror.settled,
         parts=parts,
     )
+
+
+def _observed(index: Any, calls: WorkerCalls, *, tracing: Any, metrics: Any, clock: Clock) -> tuple[Any, WorkerCalls]:
+    """The index and the calls of workers, traced where there is tracing; calls are counted, too."""
+    from headrace.telemetry.metered_ports import MeteredWorkerCalls
+    from headrace.telemetry.traced_ports import TracedBlockIndex, TracedWorkerCalls
+
+    if tracing is not None:
+        index, calls = TracedBlockIndex(index, tracing=tracing), TracedWorkerCalls(calls, tracing=tracing)
+    return index, MeteredWorkerCalls(calls, metrics=metrics, clock=clock)
 
 
 def _mirror_index(config: Config, clock: Clock, metrics: Any, parts: AsyncExitStack) -> Any:
